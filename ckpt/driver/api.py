@@ -1,0 +1,91 @@
+"""What gpuckpt asks of a CUDA driver and of NVML. Two implementations: ``cuda.py`` and ``nvml.py`` (real), ``simulated.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpuckpt.model import Gpu, State
+
+
+@dataclass(frozen=True, slots=True)
+class DriverVersion:
+    """``cuda`` as (13, 0); ``package`` as "580.159.04", "" where nobody tells."""
+
+    cuda: tuple[int, int]
+    package: str = ""
+
+
+class CallError(Exception):
+    """A driver call failed. ``result`` is the CUDA result's name without its prefix, such as "OUT_OF_MEMORY"."""
+
+    def __init__(self, call: str, result: str) -> None:
+        super().__init__(f"{call}: CUDA_ERROR_{result}")
+        self.call = call
+        self.result = result
+
+
+class Driver(Protocol):
+    """The checkpoint calls on a process from outside. Each may block for as long as it likes: callers of their own make them.
+
+    Every call raises :class:`CallError` and nothing else for what the driver answers.
+    None initialises CUDA in the calling process, but ``restore(..., initialise=True)``.
+    """
+
+    def state(self, pid: int) -> State:
+        """Its state: ``NONE`` without CUDA state, ``GONE`` if dead, ``UNKNOWN`` for a value that has no name here.
+
+        Blocks while a checkpoint of *pid* runs, and while *pid* is stopped.
+        A dead process and one that we may not ask look the same to the driver; this tells them apart (``GONE``, ``DENIED``).
+        """
+        ...
+
+    def lock(self, pid: int, timeout_s: float) -> None:
+        """Block new CUDA calls of *pid* and drain its queues. The timeout is rounded up to whole milliseconds, at least 1.
+
+        Raises ``NOT_READY`` if it is busy for longer (nothing changed), ``ILLEGAL_STATE`` if it is not running.
+        Ignores its timeout where the process is stopped.
+        """
+        ...
+
+    def checkpoint(self, pid: int) -> None:
+        """Move all GPU memory of a locked process to host memory. ``NOT_SUPPORTED``: managed memory and the like; still locked."""
+        ...
+
+    def restore(self, pid: int, gpu_map: Mapping[str, str], *, initialise: bool) -> None:
+        """Bring it back, locked. *gpu_map* maps old to new UUID: empty, or naming every GPU that the kernel driver sees.
+
+        Any failure is final: no later restore of *pid* can succeed. *initialise*: call ``cuInit`` first (no persistence mode).
+        """
+        ...
+
+    def unlock(self, pid: int) -> None: ...
+
+
+class Devices(Protocol):
+    """GPUs and who is on them. Raises ``gpuckpt.errors.NoDriver`` where there is no driver."""
+
+    simulated: bool
+
+    def version(self) -> DriverVersion: ...
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """All GPUs in index order; one that fell off the bus is there with ``lost=True``; a failed memory query gives ``None``."""
+        ...
+
+    def processes(self) -> dict[int, dict[str, int | None]]:
+        """pid -> {GPU UUID: bytes held}. pids as the driver knows them: in a container they may be foreign."""
+        ...
+
+    def loaded(self, pids: list[int]) -> set[int]:
+        """Those of *pids* that have the CUDA driver loaded: the only ones that may have CUDA state."""
+        ...
+
+    def image_bytes(self, pid: int) -> int:
+        """Size of the checkpoint image in *pid*'s host memory, estimated from its mappings; 0 if it has none."""
+        ...
+
+    def gpu_lock_path(self, gpu: Gpu) -> str:
+        """A file whose ``flock`` stands for this GPU among all users of the machine."""
+        ...

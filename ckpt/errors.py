@@ -1,0 +1,211 @@
+"""Every way a command can fail: one class a code, each with its exit status, what it concerns and what to type next.
+
+``docs/failures.md`` has a paragraph for each code; a test keeps the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class GpuckptError(Exception):
+    """Base of all errors of gpuckpt.
+
+    ``message`` says what happened and in what state things are now, ``hint`` what to do next.
+    ``report`` is set by an operation that had begun to act: it lists how each process was left.
+    """
+
+    code: ClassVar[str] = "failed"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(
+        self, message: str, *, hint: str = "", pid: int | None = None, gpu: str | None = None, step: str | None = None, report: Any = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.pid = pid
+        self.gpu = gpu
+        self.step = step
+        self.report = report
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"code": self.code, "message": self.message, "hint": self.hint, "pid": self.pid, "gpu": self.gpu, "step": self.step}
+
+
+class DriverError(GpuckptError):
+    """A driver call failed for a reason without a class of its own; everything is as it was found."""
+
+    code = "driver-error"
+
+
+class Aborted(GpuckptError):
+    """The group changed while we worked (a CUDA process was born, one died); everything left is as it was found."""
+
+    code = "group-changed"
+
+
+class JournalError(GpuckptError):
+    """The journal cannot be written or read; nothing was touched."""
+
+    code = "journal"
+
+
+class Usage(GpuckptError):
+    code = "usage"
+    exit_code = 2
+
+
+class ProtectedProcess(Usage):
+    """pid 1, gpuckpt itself or one of its own ancestors."""
+
+    code = "protected-process"
+
+
+class NotAProcess(Usage):
+    """A thread id where a process id belongs, or a kernel thread."""
+
+    code = "not-a-process"
+
+
+class Lost(GpuckptError):
+    """The GPU state of a process cannot be brought back."""
+
+    code = "lost"
+    exit_code = 3
+
+
+class InFlight(GpuckptError):
+    """A driver call has not returned; its caller was left to itself and will undo a lock when it does."""
+
+    code = "in-flight"
+    exit_code = 3
+
+
+class NotAsFound(GpuckptError):
+    """The way back is blocked for now (room on the GPU, a refused restore); ``gpuckpt resume`` tries it again."""
+
+    code = "not-as-found"
+    exit_code = 3
+
+
+class NoSuchProcess(GpuckptError):
+    code = "no-such-process"
+    exit_code = 4
+
+
+class NoCudaState(GpuckptError):
+    code = "no-cuda-state"
+    exit_code = 4
+
+
+class PermissionDenied(GpuckptError):
+    code = "permission"
+    exit_code = 5
+
+
+class Refused(GpuckptError):
+    """Base of refusals: nothing was touched."""
+
+    code = "refused"
+    exit_code = 6
+
+
+class Stopped(Refused):
+    code = "stopped"
+
+
+class PossibleImport(Refused):
+    code = "possible-import"
+
+
+class NcclCommunicator(Refused):
+    code = "nccl-communicator"
+
+
+class Rdma(Refused):
+    code = "rdma"
+
+
+class Mps(Refused):
+    code = "mps"
+
+
+class Mig(Refused):
+    code = "mig"
+
+
+class ManagedMemory(Refused):
+    code = "managed-memory"
+
+
+class HostMemory(Refused):
+    code = "host-memory"
+
+
+class GpuMemory(Refused):
+    code = "gpu-memory"
+
+
+class GpuUnknown(Refused):
+    code = "gpu-unknown"
+
+
+class GpuLost(Refused):
+    code = "gpu-lost"
+
+
+class GpuChanged(Refused):
+    code = "gpu-changed"
+
+
+class NoDriver(Refused):
+    code = "no-driver"
+
+
+class DriverTooOld(Refused):
+    code = "driver-too-old"
+
+
+class BindingsTooOld(Refused):
+    code = "bindings-too-old"
+
+
+class Deadline(GpuckptError):
+    """The deadline passed; everything is as it was found."""
+
+    code = "deadline"
+    exit_code = 124
+
+
+class Busy(Deadline):
+    """Another gpuckpt is at work on the same process or GPU."""
+
+    code = "concurrent-operation"
+
+
+class Interrupted(GpuckptError):
+    """Ctrl-C or a signal; everything is as it was found."""
+
+    code = "interrupted"
+    exit_code = 130
+
+    def __init__(self, message: str, *, signum: int = 2, **concerns: Any) -> None:
+        super().__init__(message, **concerns)
+        self.signum = signum
+
+
+def by_code() -> dict[str, type[GpuckptError]]:
+    """Every error class by its code."""
+    found: dict[str, type[GpuckptError]] = {}
+    stack: list[type[GpuckptError]] = [GpuckptError]
+    while stack:
+        cls = stack.pop()
+        found.setdefault(cls.code, cls)
+        stack.extend(cls.__subclasses__())
+    return found
+
+
+def exit_code(error: GpuckptError) -> int:
+    """The exit status for *error*: 128 + signal for an interruption, else its class's."""
+    return 128 + error.signum if isinstance(error, Interrupted) else error.exit_code

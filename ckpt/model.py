@@ -1,0 +1,180 @@
+"""Plain data that every other module speaks in: processes, GPUs, hazards, steps and reports. Frozen, and free of any library."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+class State(enum.StrEnum):
+    """What the driver says of a process, and three answers that it cannot give itself."""
+
+    RUNNING = "running"
+    LOCKED = "locked"
+    CHECKPOINTED = "checkpointed"
+    CHECKPOINTING = "checkpointing"  # CUDA 13.4 and newer
+    RESTORING = "restoring"  # CUDA 13.4 and newer
+    FAILED = "failed"
+    UNKNOWN = "unknown"  # a state that this version has no name for
+    NONE = "none"  # a live process without CUDA state
+    GONE = "gone"  # no such process
+    DENIED = "denied"  # we may not ask
+    BLOCKED = "blocked"  # the driver did not answer in time: another call on the process is under way, or it is stopped
+
+
+class Call(enum.StrEnum):
+    """The driver's four calls that change a process."""
+
+    LOCK = "lock"
+    CHECKPOINT = "checkpoint"
+    RESTORE = "restore"
+    UNLOCK = "unlock"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ProcessId:
+    """A process, and not its successor under the same number.
+
+    ``start_ticks`` is the start time since boot in clock ticks (field 22 of ``/proc/PID/stat``).
+    """
+
+    pid: int
+    start_ticks: int
+
+    def __str__(self) -> str:
+        return str(self.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as NVML sees it now. ``None`` for a byte count means that the query failed: unknown is not free."""
+
+    uuid: str
+    index: int
+    name: str = ""
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    persistence: bool = True
+    compute_mode: str = "default"  # "default", "exclusive-process", "prohibited"
+    mig: bool = False
+    lost: bool = False
+    minor: int | None = None  # of /dev/nvidiaN
+    pci: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"GPU {self.index} ({self.uuid})"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuBytes:
+    """Bytes that one process holds on one GPU. ``None`` when NVML does not tell."""
+
+    uuid: str
+    nbytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """A process with CUDA state."""
+
+    id: ProcessId
+    name: str
+    uid: int
+    state: State
+    gpus: tuple[GpuBytes, ...] = ()
+    host_bytes: int = 0  # size of its image in host memory, while checkpointed
+    stopped: bool = False  # SIGSTOP, ptrace stop, or a frozen cgroup
+
+    @property
+    def pid(self) -> int:
+        return self.id.pid
+
+    @property
+    def nbytes(self) -> int:
+        return sum(g.nbytes or 0 for g in self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """Something that makes a suspend unsafe. ``acceptable`` ones can be taken on by ``--accept-loss KIND``."""
+
+    kind: str
+    message: str
+    hint: str
+    pid: int | None = None
+    acceptable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostRoom:
+    """Host memory that a process may still take, and the limit that says so ("MemAvailable", "memory.max of /a/b")."""
+
+    available_bytes: int
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What an operation found: its CUDA processes in pid order, and all that decides whether it may go on."""
+
+    processes: tuple[GpuProcess, ...]
+    gpus: tuple[Gpu, ...]
+    hazards: tuple[Hazard, ...] = ()
+    warnings: tuple[str, ...] = ()
+    needed_host_bytes: int = 0
+    host_room: HostRoom | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReport:
+    uuid: str
+    bytes_before: int | None
+    bytes_after: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReport:
+    """How one process was left. ``state`` is "running", "locked", "suspended", "in-flight", "lost", "gone" or "unknown"."""
+
+    pid: int
+    name: str
+    state: str
+    gpus: tuple[GpuReport, ...] = ()
+    host_bytes: int = 0
+    retained_bytes: int = 0  # left on the GPUs although the process is suspended
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of one command; ``as_dict()`` is its JSON document."""
+
+    command: str
+    ok: bool
+    simulated: bool
+    processes: tuple[ProcessReport, ...] = ()
+    seconds: float = 0.0
+    steps: tuple[Step, ...] = ()
+    hazards: tuple[Hazard, ...] = ()
+    warnings: tuple[str, ...] = ()
+    already: bool = False  # nothing had to be done
+    details: dict[str, Any] = field(default_factory=dict)  # what one command alone has to say (a plan, a table)
+    error: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document of ``--json``: schema 1, units in the keys, the same shape on failure."""
+        out = dataclasses.asdict(self)
+        details = out.pop("details")
+        return {"schema": 1, **out, **details}
