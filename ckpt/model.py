@@ -36,6 +36,15 @@ class Call(enum.StrEnum):
     UNLOCK = "unlock"
 
 
+class Status(enum.StrEnum):
+    """What a journal record stands for. All but ``SUSPENDED`` are unfinished while nobody works on them."""
+
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    RESUMING = "resuming"
+    UNDOING = "undoing"
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class ProcessId:
     """A process, and not its successor under the same number.

@@ -1,0 +1,230 @@
+"""Operating-system processes: who they are, who started whom, and which belong together. Reads ``/proc``, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpuckpt.model import ProcessId
+
+#: Programs that start unrelated work for a living: what they started has nothing else in common.
+LAUNCHERS = frozenset(
+    "systemd init sshd sshd-session login su sudo doas tmux screen containerd-shim containerd-shim-runc-v2 conmon tini dumb-init "
+    "docker-init catatonit runit s6-svscan supervisord cron crond atd slurmstepd gnome-terminal- konsole xterm kitty wezterm-gui "
+    "alacritty code code-server jupyter-lab jupyterhub-sin".split()
+)
+SHELLS = frozenset("sh bash zsh fish dash tcsh csh ksh mksh nu xonsh pwsh".split())
+
+
+@dataclass(frozen=True, slots=True)
+class Proc:
+    """One line of the process table. ``state`` is the kernel's letter, ``tty`` 0 without a terminal."""
+
+    pid: int
+    ppid: int
+    pgrp: int
+    session: int
+    tty: int
+    state: str
+    start_ticks: int
+    comm: str
+
+    @property
+    def id(self) -> ProcessId:
+        return ProcessId(self.pid, self.start_ticks)
+
+    @property
+    def stopped(self) -> bool:
+        """Stopped by a signal or a tracer: every driver call on it would hang."""
+        return self.state in "Tt"
+
+    @property
+    def dead(self) -> bool:
+        return self.state in "ZX"
+
+
+def read(pid: int) -> Proc | None:
+    """The process *pid*, or None if there is none (a zombie counts as none)."""
+    try:
+        data = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    proc = _parse(data)
+    return None if proc.dead else proc
+
+
+def table() -> dict[int, Proc]:
+    """All live processes that ``/proc`` shows us, by pid."""
+    found = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - a thousand Path objects cost more than the reading
+        if name.isdecimal() and (proc := read(int(name))):
+            found[proc.pid] = proc
+    return found
+
+
+def is_same(process: ProcessId) -> bool:
+    """True if *process* still lives, and the pid was not reused."""
+    proc = read(process.pid)
+    return proc is not None and proc.start_ticks == process.start_ticks
+
+
+def thread_group(pid: int) -> int | None:
+    """The process that the thread *pid* belongs to; *pid* itself for a process, None if there is no such thread."""
+    value = _status(pid, "Tgid")
+    return int(value) if value else None
+
+
+def is_kernel_thread(pid: int) -> bool:
+    return pid == 2 or (_status(pid, "Kthread") == "1")
+
+
+def uid_of(pid: int) -> int:
+    """Effective uid of *pid*; -1 if it is gone."""
+    value = _status(pid, "Uid")
+    return int(value.split()[1]) if value else -1
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def command(pid: int, limit: int = 60) -> str:
+    """What a person would call it: its command line without the interpreter's path, at most *limit* characters."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0")
+    except OSError:
+        words = [""]
+    if not words[0]:
+        proc = read(pid)
+        return proc.comm if proc else "?"
+    words[0] = words[0].rsplit("/", 1)[-1]
+    text = "".join(c if c.isprintable() else " " for c in " ".join(words))
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def cgroup(pid: int) -> str:
+    """The cgroup of *pid* (the unified hierarchy, or systemd's), "" where that says nothing about who belongs together."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return ""
+    paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines}
+    path = paths.get("") or paths.get("name=systemd") or ""
+    leaf = path.rsplit("/", 1)[-1]
+    shared = leaf == "" or leaf.startswith("session-") or leaf.endswith(".slice") or leaf in ("init.scope", "user.slice")
+    return "" if shared else path
+
+
+def frozen(pid: int) -> bool:
+    """True if *pid* lies in a frozen cgroup, of either version."""
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            files = [Path(f"/sys/fs/cgroup{path}/cgroup.events"), Path(f"/sys/fs/cgroup/unified{path}/cgroup.events")]
+            if any("frozen 1" in _text(f) for f in files):
+                return True
+        elif "freezer" in controllers.split(",") and _text(Path(f"/sys/fs/cgroup/freezer{path}/freezer.state")).strip() == "FROZEN":
+            return True
+    return False
+
+
+def ancestors(pid: int, procs: dict[int, Proc]) -> list[int]:
+    """Parents of *pid*, nearest first, without init."""
+    found: list[int] = []
+    proc = procs.get(pid)
+    while proc and proc.ppid > 1 and proc.ppid not in found:
+        found.append(proc.ppid)
+        proc = procs.get(proc.ppid)
+    return found
+
+
+def relatives(pid: int, procs: dict[int, Proc]) -> dict[int, str]:
+    """Every process that shares the tree, session, cgroup or a non-init ancestor with *pid*, and which of these it is.
+
+    Login infrastructure and a person's interactive shell do not count as common ancestors: a shell's jobs are told apart by
+    their process groups. Among these a CUDA import is possible, and nothing shows it from outside.
+    """
+    if pid not in procs:
+        return {}
+    roots: dict[int, int] = {}
+    root, job, group = _root(pid, procs, roots), _job(procs[pid], procs), cgroup(pid)
+    found = {}
+    for other, proc in procs.items():
+        if other == pid or other == 1 or proc.pgrp == 0:
+            continue
+        if _root(other, procs, roots) == root:
+            found[other] = "process tree"
+        elif _job(proc, procs) == job:
+            found[other] = "session"
+        elif group and cgroup(other) == group:
+            found[other] = "cgroup"
+    return found
+
+
+def _root(pid: int, procs: dict[int, Proc], known: dict[int, int]) -> int:
+    """The highest ancestor of *pid* below init and below anything that merely launches."""
+    path = []
+    here = pid
+    while here not in known:
+        path.append(here)
+        parent = procs.get(procs[here].ppid)
+        if parent is None or parent.pid == 1 or _launches(parent):
+            known[here] = here
+        else:
+            here = parent.pid
+    for p in path:
+        known[p] = known[here]
+    return known[pid]
+
+
+def _launches(proc: Proc) -> bool:
+    return proc.comm in LAUNCHERS or proc.comm.startswith(("tmux:", "(sd-")) or _interactive_shell(proc)
+
+
+def _interactive_shell(proc: Proc) -> bool:
+    return proc.comm.lstrip("-") in SHELLS and proc.tty != 0 and proc.pid == proc.session
+
+
+def _job(proc: Proc, procs: dict[int, Proc]) -> tuple[str, int]:
+    leader = procs.get(proc.session)
+    if proc.session == 0 or (leader is not None and _interactive_shell(leader)):
+        return ("pgrp", proc.pgrp)
+    return ("session", proc.session)
+
+
+def _parse(data: bytes) -> Proc:
+    opening, closing = data.index(b"("), data.rindex(b")")
+    rest = data[closing + 2 :].split()
+    return Proc(
+        pid=int(data[:opening]),
+        ppid=int(rest[1]),
+        pgrp=int(rest[2]),
+        session=int(rest[3]),
+        tty=int(rest[4]),
+        state=rest[0].decode(),
+        start_ticks=int(rest[19]),
+        comm=data[opening + 1 : closing].decode(errors="replace"),
+    )
+
+
+def _status(pid: int, key: str) -> str:
+    for line in _text(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith(key + ":"):
+            return line.split(":", 1)[1].strip()
+    return ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,199 @@
+"""What has been done to whom, on disk before it is done: recovery reads it, and so does every other command.
+
+One file a group of processes, ``groups/ID.json`` in the state directory, replaced whole (write, fsync, rename, fsync of the
+directory), so that kill -9 at any instruction leaves the old record or the new one. The state directory is durable; nothing
+here lives in a runtime directory. Each record carries the boot id: a reboot ends every process, so it voids the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpuckpt.errors import JournalError
+from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
+
+SCHEMA = 1
+AUDIT_MAX_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of a group: as it was found, and what became of it."""
+
+    id: ProcessId
+    name: str
+    uid: int
+    found: State
+    gpus: tuple[GpuBytes, ...]
+    lost: str = ""  # why its GPU state is gone for good
+    waiting: str = ""  # "lock by caller 4242": a call that had not returned when its controller left
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A group that is suspended, or on its way."""
+
+    status: Status
+    members: tuple[Member, ...]
+    gpus: tuple[Gpu, ...]  # those that the members were on, as they were at suspend
+    retained: Mapping[str, int] = field(default_factory=dict)  # bytes that stayed on a GPU although suspended
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    boot_id: str = ""
+    by: str = ""  # "alice (uid 1000)"
+    controller: ProcessId | None = None
+    since: float = field(default_factory=time.time)  # seconds since the epoch: for people only, never compared
+
+    def member(self, process: ProcessId) -> Member | None:
+        return next((m for m in self.members if m.id == process), None)
+
+    @property
+    def found(self) -> dict[ProcessId, State]:
+        return {m.id: m.found for m in self.members if not m.lost}
+
+    def with_member(self, process: ProcessId, **changes: Any) -> Record:
+        return dataclasses.replace(self, members=tuple(dataclasses.replace(m, **changes) if m.id == process else m for m in self.members))
+
+
+class Journal:
+    """The records of one user on one machine.
+
+    ``save`` returns only when the record is on disk. Raises :class:`JournalError` where it cannot be.
+    """
+
+    def __init__(self, directory: Path, boot_id: str) -> None:
+        self.directory = directory
+        self.boot_id = boot_id
+        self._groups = directory / "groups"
+
+    def prepare(self) -> None:
+        """Make the directory (mode 0700) and try a write, so that an operation fails before it acts and not after."""
+        try:
+            self._groups.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = self._groups / f".probe-{os.getpid()}"
+            probe.write_bytes(b"x")
+            probe.unlink()
+        except OSError as e:
+            raise JournalError(
+                f"the journal in {self.directory} cannot be written ({e.strerror}); nothing was touched",
+                hint="free space there, or set GPUCKPT_STATE_DIR to a directory that you can write",
+            ) from e
+
+    def save(self, record: Record) -> None:
+        record = dataclasses.replace(record, boot_id=self.boot_id)
+        path = self._groups / f"{record.id}.json"
+        temporary = self._groups / f".{record.id}.{os.getpid()}"
+        try:
+            with open(temporary, "w", encoding="utf-8") as f:
+                json.dump({"schema": SCHEMA, **dataclasses.asdict(record)}, f)
+                f.flush()
+                os.fsync(f.fileno())
+            temporary.rename(path)
+            self._sync_directory()
+        except OSError as e:
+            temporary.unlink(missing_ok=True)
+            raise JournalError(f"the journal in {self.directory} cannot be written ({e.strerror})", hint="free space there") from e
+
+    def remove(self, record_id: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (self._groups / f"{record_id}.json").unlink()
+            self._sync_directory()
+
+    def records(self) -> list[Record]:
+        """Records of this boot. A file that is not ours or not whole is skipped; :meth:`unreadable` names it."""
+        return [r for r in self._read()[0] if r.boot_id == self.boot_id]
+
+    def unreadable(self) -> list[str]:
+        """Files in the journal that this version cannot read, each with why."""
+        return self._read()[1]
+
+    def void(self) -> list[Record]:
+        """Take out the records of earlier boots, whose processes ended with them. Each is returned once, by one caller."""
+        taken = []
+        for record in self._read()[0]:
+            if record.boot_id != self.boot_id:
+                try:
+                    (self._groups / f"{record.id}.json").unlink()
+                except FileNotFoundError:
+                    continue  # another command said it
+                except OSError:
+                    pass  # not ours to remove: say it again next time
+                taken.append(record)
+        return taken
+
+    def audit(self, **line: Any) -> None:
+        """Append one line to ``audit.log``. Never fails an operation: what has been done has been done."""
+        path = self.directory / "audit.log"
+        text = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **line}) + "\n"
+        with contextlib.suppress(OSError):
+            if path.exists() and path.stat().st_size > AUDIT_MAX_BYTES:
+                path.rename(path.with_suffix(".log.1"))
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, text.encode())
+            finally:
+                os.close(fd)
+
+    def _read(self) -> tuple[list[Record], list[str]]:
+        records, unreadable = [], []
+        try:
+            paths = sorted(p for p in self._groups.iterdir() if p.suffix == ".json" and not p.name.startswith("."))
+        except OSError:
+            return [], []
+        for path in paths:
+            try:
+                document = json.loads(path.read_bytes())
+                if document["schema"] > SCHEMA:
+                    unreadable.append(f"{path}: written by a newer gpuckpt (schema {document['schema']})")
+                    continue
+                records.append(_record(document))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError) as e:
+                unreadable.append(f"{path}: {type(e).__name__}: {e}")
+        return records, unreadable
+
+    def _sync_directory(self) -> None:
+        fd = os.open(self._groups, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _record(document: dict[str, Any]) -> Record:
+    members = tuple(
+        Member(
+            ProcessId(**m["id"]), m["name"], m["uid"], State(m["found"]), tuple(GpuBytes(**g) for g in m["gpus"]), m["lost"], m["waiting"]
+        )
+        for m in document["members"]
+    )
+    controller = document["controller"]
+    return Record(
+        status=Status(document["status"]),
+        members=members,
+        gpus=tuple(Gpu(**g) for g in document["gpus"]),
+        retained=document["retained"],
+        id=document["id"],
+        boot_id=document["boot_id"],
+        by=document["by"],
+        controller=ProcessId(**controller) if controller else None,
+        since=document["since"],
+    )
+
+
+def state_directory(environ: Mapping[str, str], uid: int) -> Path:
+    """Where the journal lies: ``GPUCKPT_STATE_DIR``, else ``/var/lib/gpuckpt`` for root, else under ``XDG_STATE_HOME``."""
+    if chosen := environ.get("GPUCKPT_STATE_DIR"):
+        return Path(chosen)
+    if uid == 0:
+        return Path("/var/lib/gpuckpt")
+    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "gpuckpt"

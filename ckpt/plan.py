@@ -1,0 +1,159 @@
+"""Decisions without effects: what to do next, what a suspend or a restore needs, what a journal record means after a crash.
+
+A process is at one of three depths: running, locked, checkpointed. An operation is a goal depth for each process;
+going there, back, and recovering after a crash are the same walk with other goals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gpuckpt.model import GIB, MIB, Call, Gpu, GpuBytes, ProcessId, State, Status
+
+DEPTH = {State.RUNNING: 0, State.LOCKED: 1, State.CHECKPOINTED: 2}
+
+#: What a call turns a process into.
+RESULT = {Call.LOCK: State.LOCKED, Call.CHECKPOINT: State.CHECKPOINTED, Call.RESTORE: State.LOCKED, Call.UNLOCK: State.RUNNING}
+
+#: Free GPU memory beyond the recorded bytes that a restore must find. NVML counts a process in 2 MiB pages, and a restore
+#: that runs out of memory loses the process, so the margin is generous.
+RESTORE_MARGIN_BYTES = 256 * MIB
+
+#: Host memory beyond the GPU bytes that a checkpoint takes: the image measured 10 MiB more than NVML's figure
+#: (1,644 for 1,634 MiB, benchmarks/results/driver-facts.json).
+IMAGE_MARGIN_BYTES = 128 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One driver call on several processes at once. The next phase starts when all of them have ended."""
+
+    call: Call
+    processes: tuple[ProcessId, ...]
+
+
+def next_phase(now: Mapping[ProcessId, State], goal: Mapping[ProcessId, State]) -> Phase | None:
+    """The next calls on the way from *now* to *goal*; None when nothing is left to do.
+
+    All locks come before the first checkpoint, all restores before the first unlock, and what must come up comes up
+    before anything goes down. Processes in a state without depth (gone, failed, unknown) are left alone.
+    """
+    gap = {p: DEPTH[now[p]] - DEPTH[goal[p]] for p in sorted(goal) if now.get(p) in DEPTH and goal[p] in DEPTH}
+    up = [p for p, distance in gap.items() if distance > 0]
+    if up:
+        deepest = max(DEPTH[now[p]] for p in up)
+        call = Call.RESTORE if deepest == 2 else Call.UNLOCK
+        return Phase(call, tuple(p for p in up if DEPTH[now[p]] == deepest))
+    down = [p for p, distance in gap.items() if distance < 0]
+    if down:
+        shallowest = min(DEPTH[now[p]] for p in down)
+        call = Call.LOCK if shallowest == 0 else Call.CHECKPOINT
+        return Phase(call, tuple(p for p in down if DEPTH[now[p]] == shallowest))
+    return None
+
+
+def phases(now: Mapping[ProcessId, State], goal: Mapping[ProcessId, State]) -> tuple[Phase, ...]:
+    """The whole way from *now* to *goal* if every call succeeds."""
+    states, found = dict(now), []
+    while phase := next_phase(states, goal):
+        found.append(phase)
+        states.update(dict.fromkeys(phase.processes, RESULT[phase.call]))
+    return tuple(found)
+
+
+def recovery_goal(status: Status, found: Mapping[ProcessId, State], now: Mapping[ProcessId, State]) -> dict[ProcessId, State]:
+    """Where the processes of an unfinished operation belong, given the driver's states *now*.
+
+    A suspend that had reached every process is finished, any other is undone. A resume that had restored any process is
+    finished, any other is left suspended.
+    """
+    alive = [p for p in found if now.get(p) in DEPTH]
+    down = [p for p in alive if now[p] is State.CHECKPOINTED]
+    if status in (Status.SUSPENDING, Status.SUSPENDED) and len(down) == len(alive):
+        return dict.fromkeys(alive, State.CHECKPOINTED)
+    if status is Status.RESUMING:
+        return dict.fromkeys(alive, State.CHECKPOINTED if len(down) == len(alive) else State.RUNNING)
+    if status is Status.SUSPENDED:
+        return {p: now[p] for p in alive}
+    return {p: found[p] for p in alive if found[p] in DEPTH}
+
+
+def image_need_bytes(held: Iterable[GpuBytes]) -> int:
+    """Host memory that a checkpoint of a process holding *held* takes; an unknown figure counts as nothing here."""
+    nbytes = sum(g.nbytes or 0 for g in held)
+    return nbytes + nbytes // 64 + IMAGE_MARGIN_BYTES
+
+
+def room_need_bytes(held: Iterable[GpuBytes], retained: Mapping[str, int], gpu_map: Mapping[str, str]) -> dict[str, int]:
+    """Free bytes that restoring processes holding *held* needs, by UUID of the GPU that they go to."""
+    need: dict[str, int] = {}
+    for g in held:
+        target = gpu_map.get(g.uuid, g.uuid)
+        need[target] = need.get(target, RESTORE_MARGIN_BYTES) + (g.nbytes or 0)
+    for uuid, nbytes in retained.items():
+        target = gpu_map.get(uuid, uuid)
+        if target in need:
+            need[target] += nbytes
+    return need
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A GPU that a restore cannot use now. ``kind``: "memory", "unknown", "lost", "missing" or "changed"."""
+
+    kind: str
+    uuid: str
+    needed_bytes: int = 0
+    free_bytes: int | None = None
+    what: str = ""
+
+
+def shortages(need: Mapping[str, int], recorded: Mapping[str, Gpu], gpus: Iterable[Gpu]) -> list[Shortage]:
+    """Why a restore that needs *need* may not be called now; empty if it may. *recorded*: the target GPUs at suspend."""
+    seen = {g.uuid: g for g in gpus}
+    found = []
+    for uuid, needed in sorted(need.items()):
+        gpu, before = seen.get(uuid), recorded.get(uuid)
+        if gpu is None:
+            found.append(Shortage("missing", uuid, needed))
+        elif gpu.lost:
+            found.append(Shortage("lost", uuid, needed))
+        elif gpu.mig and not (before and before.mig):
+            found.append(Shortage("changed", uuid, needed, gpu.free_bytes, "MIG was switched on"))
+        elif gpu.compute_mode == "prohibited" or (before and gpu.compute_mode != before.compute_mode):
+            was = f" (was {before.compute_mode})" if before else ""
+            found.append(Shortage("changed", uuid, needed, gpu.free_bytes, f"its compute mode is {gpu.compute_mode}{was}"))
+        elif gpu.free_bytes is None or not gpu.total_bytes:
+            found.append(Shortage("unknown", uuid, needed))
+        elif gpu.free_bytes < needed:
+            found.append(Shortage("memory", uuid, needed, gpu.free_bytes))
+    return found
+
+
+def full_gpu_map(wanted: Mapping[str, str], gpus: Iterable[Gpu]) -> dict[str, str]:
+    """The map that the driver wants: every GPU once as old and once as new, honouring *wanted*, the rest moved least.
+
+    Empty if *wanted* moves nothing. Raises ``ValueError`` with words for a wish that no exchange can meet.
+    """
+    uuids = [g.uuid for g in gpus if not g.lost]
+    for uuid in {*wanted, *wanted.values()}:
+        if uuid not in uuids:
+            raise ValueError(f"there is no GPU {uuid} on this machine")
+    if len(set(wanted.values())) != len(wanted):
+        raise ValueError("two GPUs cannot be restored onto one")
+    moved = {old: new for old, new in wanted.items() if old != new}
+    if not moved:
+        return {}
+    free = [u for u in uuids if u not in wanted.values()]
+    full = dict(wanted)
+    for old in uuids:
+        if old not in full:
+            full[old] = old if old in free else free[0]
+            free.remove(full[old])
+    return full
+
+
+def default_timeout_s(nbytes: int) -> float:
+    """Deadline where the user gave none: a minute, and two seconds for each GiB (4 times the slowest rate measured, 2 GiB/s)."""
+    return 60.0 + 2.0 * nbytes / GIB
