@@ -1,0 +1,293 @@
+"""Driver calls in processes of their own: one that hangs costs a deadline and nothing else.
+
+``Callers`` starts one warm helper (``python -m gpuckpt.driver.caller``) that has the bindings loaded and never initialises CUDA.
+It forks a *caller* for each call; the call's result comes back over a socket of its own.
+
+What the driver does (measured, benchmarks/results/driver-facts.json): a call whose caller is killed goes on in the target, to its end.
+So a caller is never killed to stop a call. It is *released* instead: a released lock unlocks itself when it is granted,
+and a lock that is granted after its controller died does so too. Until they end, callers hold the claims of their operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuckpt.driver.api import CallError, Driver
+from gpuckpt.model import Call, ProcessId, State
+
+_MESSAGE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call ended. ``result`` is "SUCCESS", a CUDA result's name, "STALE" (the process was another one by then),
+    "VANISHED" (its caller died: the call itself goes on in the target) or an exception of the adapter ("gpuckpt:CODE")."""
+
+    result: str
+    seconds: float = 0.0
+    state: State | None = None  # of a state query
+    message: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.result == "SUCCESS"
+
+
+@dataclass(eq=False, slots=True)
+class Pending:
+    """A call under way. ``outcome`` is set once it has ended."""
+
+    call: Call | None  # None: a state query
+    process: ProcessId
+    caller_pid: int
+    sock: socket.socket
+    outcome: Outcome | None = None
+
+    def keep(self) -> None:
+        """The lock was granted and is wanted: its caller, which has stood by to undo it, may go."""
+        with contextlib.suppress(OSError):
+            self.sock.send(b"keep")
+        self.sock.close()
+
+    def release(self) -> None:
+        """Leave the call to itself: a lock undoes itself when granted, anything else runs to its end."""
+        self.sock.close()
+
+
+@dataclass(slots=True)
+class Callers:
+    """Starts driver calls and waits for them. ``backend`` is "cuda" or "simulated:DIRECTORY"."""
+
+    backend: str
+    _helper: subprocess.Popen[bytes] | None = None
+    _control: socket.socket | None = None
+    _closed: list[socket.socket] = field(default_factory=list)
+
+    def warm(self) -> None:
+        """Start the helper, if it is not there. Returns at once; it loads while the operation looks around."""
+        if self._helper is not None and self._helper.poll() is None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environ = {**os.environ, "GPUCKPT_CALLER_FD": str(theirs.fileno())}
+        self._helper = subprocess.Popen(
+            [sys.executable, "-m", "gpuckpt.driver.caller", self.backend],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environ,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._control = ours
+
+    def start(
+        self,
+        call: Call | None,
+        process: ProcessId,
+        *,
+        timeout_s: float = 0.0,
+        gpu_map: Mapping[str, str] | None = None,
+        initialise: bool = False,
+        claims: Sequence[int] = (),
+    ) -> Pending:
+        """Begin *call* (None: ask for the state) on *process* in a caller of its own, which holds the *claims* (fds) until it ends."""
+        request = json.dumps(
+            {
+                "call": call,
+                "pid": process.pid,
+                "start_ticks": process.start_ticks,
+                "timeout_s": timeout_s,
+                "gpu_map": dict(gpu_map or {}),
+                "initialise": initialise,
+            }
+        ).encode()
+        for attempt in (1, 2):
+            self.warm()
+            assert self._control is not None
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                socket.send_fds(self._control, [request], [theirs.fileno(), *claims])
+                hello = ours.recv(_MESSAGE_BYTES) if _drop(theirs) else b""
+            except OSError:
+                hello = b""
+            if hello:
+                return Pending(call, process, int(hello), ours)
+            ours.close()  # the helper died before it forked a caller: nothing was called
+            self._control.close()
+            if self._helper is not None:
+                self._helper.kill()
+                self._helper.wait()
+                self._helper = None
+            if attempt == 2:
+                break
+        raise CallError(str(call or "state"), "NO_CALLER")
+
+    def wait(self, pending: Collection[Pending], until: float, wake: socket.socket | None = None) -> None:
+        """Return when at least one of *pending* has ended, at monotonic time *until*, or when *wake* becomes readable."""
+        with selectors.DefaultSelector() as selector:
+            for p in pending:
+                if p.outcome is None:
+                    selector.register(p.sock, selectors.EVENT_READ, p)
+            if wake is not None:
+                selector.register(wake, selectors.EVENT_READ, None)
+            for key, _ in selector.select(max(0.0, until - time.monotonic())):
+                if key.data is not None:
+                    _receive(key.data)
+
+    def close(self) -> None:
+        """Let the helper go. It stays until its callers have ended."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._helper is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._helper.wait(0.05)
+            self._helper.returncode = self._helper.returncode or 0  # it may outlive us: no ResourceWarning for that
+            self._helper = None
+
+
+def _drop(sock: socket.socket) -> bool:
+    sock.close()
+    return True
+
+
+def _receive(pending: Pending) -> None:
+    try:
+        data = pending.sock.recv(_MESSAGE_BYTES)
+    except OSError:
+        data = b""
+    if not data:
+        pending.outcome = Outcome("VANISHED")
+        return
+    answer = json.loads(data)
+    state = State(answer["state"]) if answer.get("state") else None
+    pending.outcome = Outcome(answer["result"], answer["seconds"], state, answer.get("message", ""))
+
+
+# The helper and its callers: the other side of the sockets.
+
+
+def driver(backend: str) -> Driver:
+    """The adapter that *backend* names."""
+    if backend.startswith("simulated:"):
+        from gpuckpt.driver.simulated import SimulatedDriver
+
+        return SimulatedDriver(backend.partition(":")[2])
+    from gpuckpt.driver.cuda import CudaDriver
+
+    return CudaDriver()
+
+
+def main() -> None:
+    """Serve requests until the controller is gone, then wait for the callers that still run."""
+    from gpuckpt.errors import GpuckptError
+
+    control = socket.socket(fileno=int(os.environ.pop("GPUCKPT_CALLER_FD")))
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    _name("gpuckpt-callers")
+    problem: GpuckptError | None = None
+    backend: Driver | None = None
+    try:
+        backend = driver(sys.argv[1])
+    except GpuckptError as e:
+        problem = e
+    while True:
+        try:
+            data, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 64)
+        except OSError:
+            data, fds = b"", []
+        if not data:
+            break
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            reply = socket.socket(fileno=fds[0])
+            status = 1
+            try:
+                _serve(json.loads(data), reply, backend, problem)
+                status = 0
+            finally:
+                os._exit(status)
+        with socket.socket(fileno=fds[0]) as reply:
+            with contextlib.suppress(OSError):
+                reply.send(str(pid).encode())
+        for fd in fds[1:]:
+            os.close(fd)
+        _reap(os.WNOHANG)
+    control.close()
+    _reap(0)
+
+
+def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None, problem: Any) -> None:
+    """One call, in a process of its own."""
+    from gpuckpt.inspect.processes import is_same
+
+    call = Call(request["call"]) if request["call"] else None
+    process = ProcessId(request["pid"], request["start_ticks"])
+    _name(f"gpuckpt-{call or 'state'}")
+    begun = time.monotonic()
+    answer: dict[str, Any] = {"result": "SUCCESS"}
+    if backend is None:
+        answer = {"result": f"gpuckpt:{problem.code}", "message": problem.message}
+    elif not is_same(process):
+        answer = {"result": "SUCCESS", "state": State.GONE} if call is None else {"result": "STALE"}
+    else:
+        try:
+            if call is None:
+                answer["state"] = backend.state(process.pid)
+            elif call is Call.LOCK:
+                backend.lock(process.pid, request["timeout_s"])
+            elif call is Call.CHECKPOINT:
+                backend.checkpoint(process.pid)
+            elif call is Call.RESTORE:
+                backend.restore(process.pid, request["gpu_map"], initialise=request["initialise"])
+            else:
+                backend.unlock(process.pid)
+        except CallError as e:
+            answer = {"result": e.result}
+        except Exception as e:  # noqa: BLE001 - whatever it is, the controller must hear of it
+            answer = {"result": f"gpuckpt:{getattr(e, 'code', 'failed')}", "message": f"{type(e).__name__}: {e}"}
+    answer["seconds"] = time.monotonic() - begun
+    wanted = _send(reply, answer)
+    if call is Call.LOCK and answer["result"] == "SUCCESS" and backend is not None:
+        if wanted:
+            with contextlib.suppress(OSError):
+                wanted = reply.recv(16) == b"keep"  # stands by until the controller decides, or dies
+        if not wanted and is_same(process):
+            with contextlib.suppress(CallError):
+                backend.unlock(process.pid)
+
+
+def _send(reply: socket.socket, answer: dict[str, Any]) -> bool:
+    try:
+        reply.send(json.dumps(answer).encode())
+    except OSError:
+        return False
+    return True
+
+
+def _reap(flags: int) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, flags)[0] != 0:
+            pass
+
+
+def _name(text: str) -> None:
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as f:
+        f.write(text[:15])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What makes a suspend unsafe, each by name, with its way out. Reads ``/proc``, changes nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from gpuckpt.inspect import processes
+from gpuckpt.inspect.processes import Proc
+from gpuckpt.model import Gpu, GpuProcess, Hazard
+
+#: Files whose owner has device memory mapped where neither the driver's checkpoint nor we can follow.
+PINNING_FILES = {
+    "/dev/infiniband/": "an RDMA device",
+    "/dev/gdrdrv": "GDRCopy",
+    "/dev/nvidia-fs": "GPUDirect Storage",
+    "/dev/nvidia-caps-imex-channels/": "an IMEX channel",
+}
+_NCCL_SOCKET = re.compile(r"@tmp/nccl-socket-(\d+)-(\w+)")
+
+
+def of_process(process: GpuProcess, proc: Proc) -> list[Hazard]:
+    """Hazards that one process carries alone."""
+    found = []
+    if proc.stopped:
+        found.append(
+            Hazard(
+                "stopped",
+                f"pid {process.pid} is stopped (state {proc.state}); every driver call on it would hang",
+                f"kill -CONT {process.pid}",
+                process.pid,
+            )
+        )
+    elif processes.frozen(process.pid):
+        found.append(
+            Hazard(
+                "stopped",
+                f"pid {process.pid} lies in a frozen cgroup; every driver call on it would hang",
+                "thaw the cgroup first (docker unpause, systemctl thaw)",
+                process.pid,
+            )
+        )
+    targets = _open_files(process.pid)
+    for part, what in PINNING_FILES.items():
+        if any(part in t for t in targets):
+            found.append(
+                Hazard(
+                    "rdma",
+                    f"pid {process.pid} has {what} open ({part}): device memory registered there cannot be checkpointed",
+                    "end the program's use of it, or start the program without it",
+                    process.pid,
+                    acceptable=True,
+                )
+            )
+    ranks = nccl_ranks(process.pid, targets)
+    if ranks:
+        found.append(
+            Hazard(
+                "nccl-communicator",
+                f"pid {process.pid} has a live NCCL communicator (rank {', '.join(ranks)}): the driver would checkpoint it and never restore it",
+                "start the job so that gpuckpt can suspend its communicators (gpuckpt run), or destroy them before the suspend",
+                process.pid,
+                acceptable=True,
+            )
+        )
+    return found
+
+
+def possible_imports(group: Mapping[int, GpuProcess], related: Mapping[int, Mapping[int, str]]) -> list[Hazard]:
+    """One hazard a process for which another related CUDA process exists. *related*: pid -> related CUDA pids -> how."""
+    found = []
+    for pid in sorted(group):
+        others = related.get(pid, {})
+        if others:
+            named = ", ".join(f"{p} (same {how})" for p, how in sorted(others.items())[:8])
+            outside = sorted(set(others) - set(group))
+            also = f"; name {' '.join(map(str, outside))} too, or leave out --no-tree" if outside else ""
+            found.append(
+                Hazard(
+                    "possible-import",
+                    f"pid {pid} belongs together with {len(others)} more CUDA process{'es' if len(others) > 1 else ''}: {named}. If one of "
+                    "them maps GPU memory of another, the driver would checkpoint it and never restore it, and nothing shows this from outside",
+                    "start the job so that it can vouch for itself (gpuckpt run); or, if you know that they share no GPU memory, "
+                    f"add --accept-loss possible-import{also}",
+                    pid,
+                    acceptable=True,
+                )
+            )
+    return found
+
+
+def of_gpus(gpus: Iterable[Gpu], held: Iterable[str]) -> list[Hazard]:
+    """Hazards of the GPUs that the group is on (*held*: their UUIDs)."""
+    wanted = set(held)
+    found = []
+    for gpu in gpus:
+        if gpu.uuid in wanted and gpu.mig:
+            found.append(
+                Hazard("mig", f"{gpu.label} is in MIG mode, which the driver's checkpoint does not support", "use the whole GPU", None)
+            )
+    return found
+
+
+def mps(procs: Iterable[Proc]) -> list[Hazard]:
+    """MPS clients cannot be checkpointed; a server that runs means that CUDA processes of its user are clients."""
+    servers = [p.pid for p in procs if p.comm.startswith("nvidia-cuda-mp")]
+    if not servers:
+        return []
+    return [
+        Hazard(
+            "mps",
+            f"an MPS server runs (pid {servers[0]}); the driver cannot checkpoint its clients",
+            "end it (echo quit | nvidia-cuda-mps-control) and start the program again; or, if the program is not its client, "
+            "add --accept-loss mps",
+            servers[0],
+            acceptable=True,
+        )
+    ]
+
+
+def nccl_ranks(pid: int, targets: Iterable[str] | None = None) -> list[str]:
+    """Ranks of the live P2P communicators of *pid*, seen by their abstract sockets."""
+    inodes = {t[8:-1] for t in (targets if targets is not None else _open_files(pid)) if t.startswith("socket:[")}
+    if not inodes:
+        return []
+    ranks = set()
+    try:
+        lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        match = _NCCL_SOCKET.search(line)
+        if match and line.split()[6] in inodes:
+            ranks.add(match[1])
+    return sorted(ranks, key=int)
+
+
+def _open_files(pid: int) -> list[str]:
+    found = []
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
+    except OSError:
+        return []
+    for name in names:
+        try:
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115
+        except OSError:
+            continue
+    return found
