@@ -123,7 +123,7 @@ class Callers:
                 hello = b""
             if hello:
                 return Pending(call, process, int(hello), ours)
-            ours.close()  # the helper died before it forked a caller: nothing was called
+            ours.close()  # no caller came to life: nothing was called
             self._control.close()
             if self._helper is not None:
                 self._helper.kill()
@@ -216,14 +216,12 @@ def main() -> None:
             reply = socket.socket(fileno=fds[0])
             status = 1
             try:
+                reply.send(str(os.getpid()).encode())  # before the call: a controller that hears nothing knows that none was made
                 _serve(json.loads(data), reply, backend, problem)
                 status = 0
             finally:
                 os._exit(status)
-        with socket.socket(fileno=fds[0]) as reply:
-            with contextlib.suppress(OSError):
-                reply.send(str(pid).encode())
-        for fd in fds[1:]:
+        for fd in fds:
             os.close(fd)
         _reap(os.WNOHANG)
     control.close()

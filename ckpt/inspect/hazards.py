@@ -59,7 +59,8 @@ def of_process(process: GpuProcess, proc: Proc) -> list[Hazard]:
         found.append(
             Hazard(
                 "nccl-communicator",
-                f"pid {process.pid} has a live NCCL communicator (rank {', '.join(ranks)}): the driver would checkpoint it and never restore it",
+                f"pid {process.pid} has a live NCCL communicator (rank {', '.join(ranks)}): "
+                "the driver would checkpoint it and never restore it",
                 "start the job so that gpuckpt can suspend its communicators (gpuckpt run), or destroy them before the suspend",
                 process.pid,
                 acceptable=True,
@@ -80,8 +81,9 @@ def possible_imports(group: Mapping[int, GpuProcess], related: Mapping[int, Mapp
             found.append(
                 Hazard(
                     "possible-import",
-                    f"pid {pid} belongs together with {len(others)} more CUDA process{'es' if len(others) > 1 else ''}: {named}. If one of "
-                    "them maps GPU memory of another, the driver would checkpoint it and never restore it, and nothing shows this from outside",
+                    f"pid {pid} belongs together with {len(others)} more CUDA process{'es' if len(others) > 1 else ''}: {named}. "
+                    "If one of them maps GPU memory of another, the driver would checkpoint it and never restore it, "
+                    "and nothing shows this from outside",
                     "start the job so that it can vouch for itself (gpuckpt run); or, if you know that they share no GPU memory, "
                     f"add --accept-loss possible-import{also}",
                     pid,

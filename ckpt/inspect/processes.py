@@ -159,7 +159,7 @@ def relatives(pid: int, procs: dict[int, Proc]) -> dict[int, str]:
     root, job, group = _root(pid, procs, roots), _job(procs[pid], procs), cgroup(pid)
     found = {}
     for other, proc in procs.items():
-        if other == pid or other == 1 or proc.pgrp == 0:
+        if other in (pid, 1) or proc.pgrp == 0:
             continue
         if _root(other, procs, roots) == root:
             found[other] = "process tree"

@@ -1,0 +1,385 @@
+"""The real world: this machine's processes, its GPUs (or simulated ones), its signals, and locks that all users share."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from gpuckpt import errors, plan
+from gpuckpt.driver.api import Devices
+from gpuckpt.driver.caller import Callers, Pending
+from gpuckpt.inspect import hazards, host, processes
+from gpuckpt.inspect.processes import Proc
+from gpuckpt.journal import Journal, state_directory
+from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, HostRoom, Inventory, ProcessId, State
+
+#: How long the driver may take to tell a state before it counts as blocked, in seconds. It answers in 2 ms.
+STATE_DEADLINE_S = 2.0
+_POLL_S = 0.05
+
+
+def devices(environ: Mapping[str, str] = os.environ) -> Devices:
+    """The GPUs: simulated ones in the directory that ``GPUCKPT_SIMULATE`` names, else NVML's."""
+    if directory := environ.get("GPUCKPT_SIMULATE"):
+        from gpuckpt.driver.simulated import SimulatedDevices
+
+        return SimulatedDevices(directory)
+    from gpuckpt.driver.nvml import NvmlDevices
+
+    return NvmlDevices()
+
+
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@dataclass(slots=True)
+class FileClaim:
+    """Held by ``flock``: on ``/proc/PID`` for a process, on its device node for a GPU. Needs no file of ours, crosses users,
+    and ends with the last process that has the descriptors: ours, and the callers that we started."""
+
+    fds: list[int] = field(default_factory=list)
+
+    def release(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+
+class LocalWorld:
+    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one command."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        directory = environ.get("GPUCKPT_SIMULATE", "")
+        self.simulated = bool(directory)
+        self.devices = devices(environ)
+        self.callers = Callers(f"simulated:{directory}" if directory else "cuda")
+        self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
+        me = processes.read(os.getpid())
+        self.me = me.id if me else ProcessId(os.getpid(), 0)
+        self.user = f"{processes.user_name(os.geteuid())} (uid {os.geteuid()})"
+        self._signals: list[int] = []
+        self._wake, self._wakened = socket.socketpair()
+        self._root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
+        self._waiting: Callable[[str], None] = lambda _: None
+
+    def __enter__(self) -> LocalWorld:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.callers.close()
+        self._wake.close()
+        self._wakened.close()
+
+    # Time and signals.
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    @property
+    def interruptions(self) -> Sequence[int]:
+        return self._signals
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Turn SIGINT, SIGTERM and SIGHUP into :attr:`interruptions` (in the main thread; elsewhere signals are not ours)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(signum: int, _: FrameType | None) -> None:
+            self._signals.append(signum)
+            with contextlib.suppress(OSError):
+                self._wakened.send(b"x")
+
+        before = {}
+        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(s) is not signal.SIG_IGN:
+                before[s] = signal.signal(s, note)
+        try:
+            yield
+        finally:
+            for s, handler in before.items():
+                signal.signal(s, handler)
+
+    # Looking.
+
+    def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
+        self.callers.warm()
+        gpus = self.devices.gpus()
+        held = self.devices.processes()
+        procs = processes.table()
+        for target in targets:
+            self._check_target(target, procs)
+        members, related, outside = self._group(targets, procs, held, tree)
+        if not members:
+            self._explain_nothing(targets, procs)
+        for p in members.values():
+            uid = processes.uid_of(p.pid)
+            if os.geteuid() not in (0, uid):
+                raise errors.PermissionDenied(
+                    f"pid {p.pid} ({p.name}) belongs to {processes.user_name(uid)}; nothing was touched",
+                    hint=f"sudo gpuckpt suspend {p.pid}",
+                    pid=p.pid,
+                )
+        found: list[Hazard] = []
+        for p in members.values():
+            found += hazards.of_process(p, procs[p.pid])
+        found += hazards.possible_imports(members, related)
+        found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
+        if not self.simulated:
+            found += hazards.mps(procs.values())
+        needed, room, short, warnings = self._host_room(list(members.values()))
+        return Inventory(
+            tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), (*warnings, *outside), needed, room
+        )
+
+    def _group(
+        self, targets: Sequence[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]], tree: bool
+    ) -> tuple[dict[int, GpuProcess], dict[int, dict[int, str]], list[str]]:
+        """Members by pid, how each is related to other CUDA processes, and warnings."""
+        mine = {self.me.pid, *processes.ancestors(self.me.pid, procs)}
+        members: dict[int, GpuProcess] = {}
+        related: dict[int, dict[int, str]] = {}
+        frontier, seen = list(targets), set[int]()
+        while frontier:
+            pid = frontier.pop()
+            if pid in seen:
+                continue
+            seen.add(pid)
+            near = processes.relatives(pid, procs)
+            cuda = self.cuda_processes([pid, *near], procs, held)
+            if pid in cuda:
+                members[pid] = cuda[pid]
+            others = {p: how for p, how in near.items() if p in cuda}
+            if pid in cuda:
+                related[pid] = others
+            if tree:
+                frontier += [p for p in others if p not in mine]
+        return members, related, []
+
+    def cuda_processes(
+        self, pids: Iterable[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]]
+    ) -> dict[int, GpuProcess]:
+        """Those of *pids* that hold a CUDA context or are checkpointed, as the driver and NVML describe them."""
+        wanted = [p for p in pids if p in procs and p != self.me.pid]
+        loaded = self.devices.loaded(wanted)
+        contexts = self.devices.contexts(list(loaded))
+        asked = [procs[p].id for p in loaded]
+        states = self.states(asked)
+        found = {}
+        for id_ in asked:
+            state, pid = states[id_], id_.pid
+            if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.BLOCKED, State.DENIED) and pid not in contexts):
+                continue
+            gpus = tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items()))
+            found[pid] = GpuProcess(
+                id_,
+                processes.command(pid),
+                processes.uid_of(pid),
+                state,
+                gpus,
+                self.devices.image_bytes(pid) if state is State.CHECKPOINTED else 0,
+                procs[pid].stopped,
+            )
+        return found
+
+    def states(self, processes_: Iterable[ProcessId]) -> dict[ProcessId, State]:
+        found: dict[ProcessId, State] = {}
+        pending = []
+        for process in processes_:
+            proc = processes.read(process.pid)
+            if proc is None or proc.start_ticks != process.start_ticks:
+                found[process] = State.GONE
+            elif proc.stopped or processes.frozen(process.pid):
+                found[process] = State.BLOCKED  # the driver would not answer
+            else:
+                pending.append(self.callers.start(None, process))
+        until = time.monotonic() + STATE_DEADLINE_S
+        while (waiting := [p for p in pending if p.outcome is None]) and time.monotonic() < until:
+            self.callers.wait(waiting, until)
+        for p in pending:
+            found[p.process] = self._state(p)
+            p.release()
+        return found
+
+    @staticmethod
+    def _state(pending: Pending) -> State:
+        outcome = pending.outcome
+        if outcome is None or outcome.result == "VANISHED":
+            return State.BLOCKED
+        if outcome.result.startswith("gpuckpt:"):
+            cls = errors.by_code().get(outcome.result[8:], errors.GpuckptError)
+            raise cls(outcome.message, hint="gpuckpt doctor")
+        return outcome.state or State.UNKNOWN
+
+    def stopped(self, process: ProcessId) -> bool:
+        proc = processes.read(process.pid)
+        return proc is not None and (proc.stopped or processes.frozen(process.pid))
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        return self.devices.gpus()
+
+    def held(self) -> dict[int, dict[str, int | None]]:
+        return self.devices.processes()
+
+    def image_bytes(self, process: ProcessId) -> int:
+        return self.devices.image_bytes(process.pid) if processes.is_same(process) else 0
+
+    def describe(self, pid: int) -> str:
+        uid = processes.uid_of(pid)
+        return f"pid {pid} ({processes.command(pid)}, {processes.user_name(uid)})" if uid >= 0 else f"pid {pid}"
+
+    # Acting.
+
+    def start(
+        self,
+        call: Call,
+        process: ProcessId,
+        *,
+        timeout_s: float = 0.0,
+        gpu_map: Mapping[str, str] | None = None,
+        initialise: bool = False,
+        claims: Sequence[FileClaim] = (),
+    ) -> Pending:
+        fds = [fd for claim in claims for fd in claim.fds]
+        return self.callers.start(call, process, timeout_s=timeout_s, gpu_map=gpu_map, initialise=initialise, claims=fds)
+
+    def wait(self, pending: Collection[Pending], until: float) -> None:
+        before = len(self._signals)
+        self.callers.wait(pending, until, None if len(self._signals) != before else self._wake)
+        with contextlib.suppress(OSError):
+            self._wake.recv(64, socket.MSG_DONTWAIT)
+
+    # Claims.
+
+    def claim(self, processes_: Sequence[ProcessId], until: float) -> FileClaim:
+        return self._claim({f"/proc/{p.pid}": f"pid {p.pid}" for p in sorted(processes_) if processes.is_same(p)}, until)
+
+    def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> FileClaim:
+        return self._claim({self.devices.gpu_lock_path(g): g.label for g in sorted(gpus, key=lambda g: g.uuid)}, until)
+
+    def _claim(self, names: Mapping[str, str], until: float) -> FileClaim:
+        claim = FileClaim()
+        try:
+            for path, name in names.items():
+                try:
+                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError:
+                    continue  # the process died, or there is no device node here: nothing to hold
+                claim.fds.append(fd)
+                while True:
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        self._wait_for(fd, name, until)
+        except BaseException:
+            claim.release()
+            raise
+        return claim
+
+    def _wait_for(self, fd: int, name: str, until: float) -> None:
+        if self._signals:
+            raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[0])
+        if self.now() >= until:
+            holder = _holder(fd)
+            who = self.describe(holder) if holder else "another gpuckpt"
+            raise errors.Busy(
+                f"{who} is at work on {name}; nothing was touched by us",
+                hint="wait for it, or give a longer --timeout (gpuckpt status shows what it does)",
+                pid=holder,
+            )
+        self.wait((), min(until, self.now() + _POLL_S))
+
+    # Saying no.
+
+    def _check_target(self, pid: int, procs: dict[int, Proc]) -> None:
+        if pid in procs:
+            if pid == 1:
+                raise errors.ProtectedProcess("pid 1 is init: it is never suspended", hint="gpuckpt ps lists what can be", pid=1)
+            if pid == self.me.pid:
+                raise errors.ProtectedProcess(f"pid {pid} is gpuckpt itself", hint="gpuckpt ps lists what can be suspended", pid=pid)
+            if pid in processes.ancestors(self.me.pid, procs):
+                raise errors.ProtectedProcess(
+                    f"pid {pid} ({processes.command(pid)}) started this gpuckpt: suspending it would stop the command as well",
+                    hint="run gpuckpt from outside of it, or name one of its children",
+                    pid=pid,
+                )
+            if processes.is_kernel_thread(pid):
+                raise errors.NotAProcess(f"pid {pid} is a kernel thread", hint="gpuckpt ps lists what can be suspended", pid=pid)
+            return
+        group = processes.thread_group(pid)
+        if group is not None and group != pid:
+            raise errors.NotAProcess(
+                f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt suspend {group}", pid=pid
+            )
+        raise errors.NoSuchProcess(f"there is no process {pid}", hint="gpuckpt ps lists what can be suspended", pid=pid)
+
+    def _explain_nothing(self, targets: Sequence[int], procs: dict[int, Proc]) -> None:
+        for pid in targets:
+            uid = processes.uid_of(pid)
+            if os.geteuid() not in (0, uid):
+                raise errors.PermissionDenied(
+                    f"pid {pid} ({processes.command(pid)}) belongs to {processes.user_name(uid)}; nothing was touched",
+                    hint=f"sudo gpuckpt suspend {pid}",
+                    pid=pid,
+                )
+        names = ", ".join(f"{p} ({processes.command(p)})" for p in targets)
+        raise errors.NoCudaState(
+            f"neither {names} nor any process that belongs to it holds GPU memory",
+            hint="gpuckpt ps lists the processes on the GPUs",
+            pid=targets[0],
+        )
+
+    def _host_room(self, members: Sequence[GpuProcess]) -> tuple[int, HostRoom | None, list[Hazard], list[str]]:
+        """Host bytes that a checkpoint needs, the tightest room there is, and a hazard for each limit that it would break."""
+        going = [p for p in members if p.state is not State.CHECKPOINTED]
+        needed = sum(plan.image_need_bytes(p.gpus) for p in going)
+        if not going:
+            return 0, None, [], []
+        rooms: dict[str, tuple[HostRoom, int]] = {}
+        for p in going:
+            for room in host.host_rooms(p.pid, self._root):
+                known = rooms.get(room.limit)
+                rooms[room.limit] = (room, (known[1] if known else 0) + plan.image_need_bytes(p.gpus))
+        short = [
+            Hazard(
+                "host-memory",
+                f"the image needs {need / 2**30:.1f} GiB of host memory, {room.limit} leaves {room.available_bytes / 2**30:.1f} GiB",
+                "free host memory or raise the limit; --accept-loss host-memory if the machine grows its memory on demand",
+                acceptable=True,
+            )
+            for room, need in rooms.values()
+            if need > room.available_bytes
+        ]
+        short += host.ray_hazards(going[0].pid, needed, self._root)
+        tightest = min((r for r, _ in rooms.values()), key=lambda r: r.available_bytes, default=None)
+        return needed, tightest, short, []
+
+
+def _holder(fd: int) -> int | None:
+    """The pid that has *fd*'s file locked, by ``/proc/locks``."""
+    status = os.fstat(fd)
+    key = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if "FLOCK" in words and "->" not in words and key in words:
+                return int(words[words.index(key) - 1])
+    return None

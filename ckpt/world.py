@@ -1,0 +1,101 @@
+"""What an operation needs of the world around it. ``local.py`` is the real one; tests have one in memory, with a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from gpuckpt.driver.caller import Outcome
+from gpuckpt.journal import Record
+from gpuckpt.model import Call, Gpu, Inventory, ProcessId, State
+
+
+class Pending(Protocol):
+    """A driver call under way in a caller of its own."""
+
+    process: ProcessId
+    caller_pid: int
+    outcome: Outcome | None
+
+    def keep(self) -> None:
+        """A granted lock is wanted: its caller need not stand by to undo it any longer."""
+        ...
+
+    def release(self) -> None:
+        """Leave the call to itself: a lock undoes itself when granted, anything else runs to its end."""
+        ...
+
+
+class Journal(Protocol):
+    def prepare(self) -> None: ...
+    def save(self, record: Record) -> None: ...
+    def remove(self, record_id: str) -> None: ...
+    def records(self) -> list[Record]: ...
+    def audit(self, **line: object) -> None: ...
+
+
+class Claim(Protocol):
+    """An exclusive hold on processes or GPUs, among all gpuckpt of all users. Ends with the process that holds it."""
+
+    def release(self) -> None: ...
+
+
+class World(Protocol):
+    simulated: bool
+    journal: Journal
+    me: ProcessId
+    user: str  # "alice (uid 1000)"
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        ...
+
+    @property
+    def interruptions(self) -> Sequence[int]:
+        """Signals that asked us to stop, in order of arrival."""
+        ...
+
+    def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
+        """The CUDA processes that *targets* stand for, with their hazards. Raises for a target that is none."""
+        ...
+
+    def states(self, processes: Iterable[ProcessId]) -> dict[ProcessId, State]:
+        """The driver's word on each, within a short deadline: ``BLOCKED`` where it does not answer, ``GONE`` for the dead."""
+        ...
+
+    def stopped(self, process: ProcessId) -> bool: ...
+
+    def gpus(self) -> tuple[Gpu, ...]: ...
+
+    def held(self) -> dict[int, dict[str, int | None]]:
+        """pid -> {GPU UUID: bytes} as NVML says now."""
+        ...
+
+    def image_bytes(self, process: ProcessId) -> int: ...
+
+    def describe(self, pid: int) -> str:
+        """ "pid 4242 (python train.py, alice)": how to name a process to a person."""
+        ...
+
+    def start(
+        self,
+        call: Call,
+        process: ProcessId,
+        *,
+        timeout_s: float = 0.0,
+        gpu_map: Mapping[str, str] | None = None,
+        initialise: bool = False,
+        claims: Sequence[Claim] = (),
+    ) -> Pending: ...
+
+    def wait(self, pending: Collection[Pending], until: float) -> None:
+        """Return once one of *pending* has ended, at *until*, or on a new interruption. With none pending: sleep."""
+        ...
+
+    def claim(self, processes: Sequence[ProcessId], until: float) -> Claim:
+        """Hold *processes*, waiting until *until*. Raises :class:`gpuckpt.errors.Busy`, saying who is at it."""
+        ...
+
+    def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> Claim:
+        """Hold *gpus* for a resume, in UUID order. Raises :class:`gpuckpt.errors.Busy`."""
+        ...
