@@ -1,0 +1,109 @@
+"""Free a GPU without killing what runs on it.
+
+>>> import gpuckpt
+>>> gpuckpt.suspend(4242, timeout_s=30)        # doctest: +SKIP
+>>> gpuckpt.resume(4242)                       # doctest: +SKIP
+
+Each call returns a :class:`gpuckpt.model.Report`, or raises a :class:`gpuckpt.errors.GpuckptError` whose ``report``
+(if the operation had begun to act) tells how every process was left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from gpuckpt.model import Report
+    from gpuckpt.operation import Progress
+    from gpuckpt.overview import Overview
+
+__all__ = ["recover", "resume", "status", "suspend"]
+
+
+def suspend(
+    *pids: int,
+    timeout_s: float | None = None,
+    tree: bool = True,
+    accept_loss: Collection[str] = (),
+    tell: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Move everything that the groups of *pids* hold on their GPUs to host memory.
+
+    Before: the processes run. After: each is alive, holds no GPU memory, and waits at its next CUDA call. A process that was
+    already suspended stays so (``Report.already``).
+
+    Parameters
+    ----------
+    timeout_s
+        Deadline for the whole operation in seconds. When it passes everything goes back. Default: 60 and 2 for each GiB.
+    tree
+        False: only the processes named, under the same hazards.
+    accept_loss
+        Kinds of hazards taken on, such as ``"possible-import"``.
+    tell
+        Called with a :class:`gpuckpt.operation.Progress` while driver calls run.
+
+    Raises
+    ------
+    gpuckpt.errors.Refused
+        A hazard; nothing was touched.
+    gpuckpt.errors.Deadline, gpuckpt.errors.Interrupted
+        Everything is as it was found.
+    gpuckpt.errors.GpuckptError
+        With ``exit_code`` 3: the report names each process that is not as it was found.
+    """
+    from gpuckpt.local import LocalWorld
+    from gpuckpt.operation import Operation
+
+    with LocalWorld() as world, world.interruptible():
+        return Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell).suspend(pids, tree=tree)
+
+
+def resume(
+    *pids: int,
+    timeout_s: float | None = None,
+    wait_s: float = 0.0,
+    gpus: Mapping[str, str] | None = None,
+    to_gpu: str = "",
+    tell: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Put the groups of *pids* back on their GPUs, at the same addresses, and let them go on.
+
+    Restore is called only when every GPU has room for what it gets; *wait_s* waits for that. *gpus* maps old to new GPU UUIDs,
+    *to_gpu* names the new GPU of a group that was on one.
+
+    Raises
+    ------
+    gpuckpt.errors.Refused
+        No room, a GPU that is lost, changed or cannot be queried; the processes stay suspended, intact.
+    gpuckpt.errors.Lost
+        The driver could not restore a process; the report says which.
+    """
+    from gpuckpt.local import LocalWorld
+    from gpuckpt.operation import Operation
+
+    with LocalWorld() as world, world.interruptible():
+        operation = Operation(world, "resume", timeout_s=timeout_s, tell=tell)
+        return operation.resume(pids, wished=gpus, to_gpu=to_gpu, wait_s=wait_s)
+
+
+def status(*pids: int) -> Overview:
+    """Every process on the GPUs or suspended; with *pids*, those that these stand for."""
+    from gpuckpt.local import LocalWorld
+    from gpuckpt.overview import overview
+
+    with LocalWorld() as world:
+        return overview(world, pids)
+
+
+def recover() -> list[Report]:
+    """Finish or undo every operation that a crash left in the middle; one report for each, with ``error`` set where that failed."""
+    from gpuckpt.local import LocalWorld
+    from gpuckpt.recovery import recover_all
+
+    with LocalWorld() as world, world.interruptible():
+        return recover_all(world)

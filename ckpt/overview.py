@@ -1,0 +1,169 @@
+"""What there is: every process on the GPUs or suspended, in one list. Looks, changes nothing, and never waits for a busy driver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpuckpt import errors
+from gpuckpt.inspect import processes
+from gpuckpt.journal import Member, Record
+from gpuckpt.local import LocalWorld
+from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One process. ``state`` is a word of ``gpuckpt ps``: "running", "locked", "suspended", "suspending", "resuming", "in-flight",
+    "stopped", "lost", "gone", "foreign" (NVML knows the pid, we cannot see the process) or "unknown"."""
+
+    pid: int
+    name: str
+    user: str
+    state: str
+    gpus: tuple[GpuBytes, ...] = ()
+    host_bytes: int = 0  # of its image
+    since: float | None = None  # seconds since the epoch: when it was suspended
+    by: str = ""
+    group: str = ""  # id of its journal record
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    gpus: tuple[Gpu, ...]
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
+    """All CUDA processes of the machine; with *targets*, those that these pids stand for.
+
+    Raises ``NoSuchProcess`` for a target that neither lives nor is in the journal, ``NoCudaState`` if nothing of it holds GPU memory.
+    """
+    world.callers.warm()
+    gpus = world.devices.gpus()
+    held = world.devices.processes()
+    procs = processes.table()
+    void = world.journal.void()
+    records = world.journal.records()
+    warnings = [void_words(r) for r in void] + world.journal.unreadable()
+    members = {m.id: (r, m) for r in records for m in r.members}
+
+    wanted = set(procs) if not targets else _reach(targets, procs, records)
+    loaded = world.devices.loaded([p for p in wanted if p in procs and p != world.me.pid])
+    contexts = world.devices.contexts(list(loaded))
+    busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and _claimed(world, p.id)}
+    states = world.states(procs[p].id for p in loaded if procs[p].id not in busy)
+
+    rows = []
+    for pid in sorted(loaded):
+        proc = procs[pid]
+        record, member = members.get(proc.id, (None, None))
+        state = states.get(proc.id, State.BLOCKED)
+        if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.DENIED, State.BLOCKED) and pid not in contexts and not member):
+            continue
+        word, note = _word(state, proc.stopped, proc.id in busy, record, member)
+        rows.append(
+            Row(
+                pid,
+                processes.command(pid),
+                processes.user_name(processes.uid_of(pid)),
+                word,
+                tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
+                world.devices.image_bytes(pid) if state is State.CHECKPOINTED else 0,
+                record.since if record and word == "suspended" else None,
+                record.by if record else "",
+                record.id if record else "",
+                note,
+            )
+        )
+    rows += _dead(members, procs, targets)
+    if not targets:
+        rows += [
+            Row(pid, *_stranger(pid, pid in procs), tuple(GpuBytes(u, n) for u, n in sorted(on.items())))
+            for pid, on in sorted(held.items())
+            if pid not in loaded and pid != world.me.pid
+        ]
+    elif not rows:
+        _explain(targets, procs)
+    return Overview(gpus, tuple(rows), tuple(warnings))
+
+
+def _reach(targets: Sequence[int], procs: dict[int, processes.Proc], records: Sequence[Record]) -> set[int]:
+    found = set(targets)
+    for t in targets:
+        found |= set(processes.relatives(t, procs))
+    for r in records:
+        if any(m.id.pid in targets for m in r.members):
+            found |= {m.id.pid for m in r.members}
+    return found
+
+
+def _claimed(world: LocalWorld, process: ProcessId) -> bool:
+    try:
+        world.claim([process], until=0.0).release()
+    except errors.Busy:
+        return True
+    return False
+
+
+def _word(state: State, stopped: bool, busy: bool, record: Record | None, member: Member | None) -> tuple[str, str]:
+    if member is not None and member.lost:
+        return "lost", member.lost
+    if busy:
+        if record is not None and member is not None and member.waiting:
+            return "in-flight", member.waiting
+        return (str(record.status) if record and record.status is not Status.SUSPENDED else "in-flight"), "another gpuckpt is at work on it"
+    if stopped:
+        suspended = record is not None and record.status is Status.SUSPENDED
+        return "stopped", "suspended, and stopped by a signal" if suspended else "stopped by a signal: the driver would not answer"
+    if state is State.BLOCKED:
+        return "in-flight", member.waiting if member else "the driver does not answer: a call on it is under way"
+    if record is not None and record.status is not Status.SUSPENDED:
+        return _plain(state), f"left in the middle ({record.status}): gpuckpt recover"
+    if state is State.LOCKED:
+        return "locked", "CUDA calls of the process wait: gpuckpt resume"
+    return _plain(state), ""
+
+
+def _plain(state: State) -> str:
+    return {State.CHECKPOINTED: "suspended", State.FAILED: "lost", State.DENIED: "unknown"}.get(state, str(state))
+
+
+def _dead(members: dict[ProcessId, tuple[Record, Member]], procs: dict[int, processes.Proc], targets: Sequence[int]) -> list[Row]:
+    """Members that died while suspended, named as long as a living one is left in their group."""
+    found = []
+    for id_, (record, member) in sorted(members.items()):
+        alive = id_.pid in procs and procs[id_.pid].id == id_
+        if alive or (targets and not any(m.id.pid in targets for m in record.members)):
+            continue
+        if any(m.id.pid in procs and procs[m.id.pid].id == m.id for m in record.members):
+            found.append(
+                Row(id_.pid, member.name, processes.user_name(member.uid), "gone", group=record.id, note="ended while its group was suspended")
+            )
+    return found
+
+
+def _stranger(pid: int, here: bool) -> tuple[str, str, str]:
+    if here and processes.uid_of(pid) not in (-1, 0):
+        return processes.command(pid), processes.user_name(processes.uid_of(pid)), "unknown"
+    return "not visible from here (container?)", "?", "foreign"
+
+
+def _explain(targets: Sequence[int], procs: dict[int, processes.Proc]) -> None:
+    missing = [t for t in targets if t not in procs]
+    if missing:
+        raise errors.NoSuchProcess(f"there is no process {missing[0]}", hint="gpuckpt ps lists what there is", pid=missing[0])
+    raise errors.NoCudaState(
+        f"neither pid {targets[0]} ({processes.command(targets[0])}) nor any process that belongs to it holds GPU memory",
+        hint="gpuckpt ps lists the processes on the GPUs",
+        pid=targets[0],
+    )
+
+
+def void_words(record: Record) -> str:
+    names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.since))
+    return f"the machine was started anew: the group suspended {when} is gone with its processes: {names}"

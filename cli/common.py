@@ -1,0 +1,125 @@
+"""What all commands share: durations, targets, `--json`, and the one place that turns errors into words and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from gpuckpt import errors
+from gpuckpt.errors import GpuckptError
+from gpuckpt.model import Report
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Duration(click.ParamType):
+    """``30s``, ``2m``, ``500ms``, ``1h``; a bare number is seconds; 0 is refused."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        text = value.strip().lower()
+        unit = next((u for u in ("ms", "s", "m", "h") if text.endswith(u)), "")
+        try:
+            seconds = float(text[: len(text) - len(unit)]) * (UNITS[unit] if unit else 1.0)
+        except ValueError:
+            self.fail(f"{value!r} is not a duration: write 30s, 2m or 500ms", param, ctx)
+        if not 0 < seconds < 1e9:
+            self.fail(f"{value!r}: a duration is greater than 0 and finite", param, ctx)
+        return seconds
+
+
+def json_option(f: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, the same shape on failure.")(f)
+
+
+def timeout_option(f: F) -> F:
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=Duration(),
+        metavar="DURATION",
+        help="Deadline for the whole command; when it passes everything goes back. [default: 60s and 2s for each GiB]",
+    )(f)
+
+
+def pids(targets: Sequence[str]) -> list[int]:
+    """The pids that TARGET words name. Raises :class:`gpuckpt.errors.Usage` for a word that is none."""
+    found = []
+    for t in targets:
+        if not t.isascii() or not t.isdecimal() or int(t) == 0:
+            raise errors.Usage(f"{t!r} is not a pid", hint="gpuckpt ps lists the processes that can be suspended")
+        found.append(int(t))
+    return found
+
+
+def execute(command: str, as_json: bool, body: Callable[[], Report], show: Callable[[Report], None]) -> NoReturn:
+    """Run *body*, print its report (JSON, or with *show*), and exit as DESIGN says."""
+    try:
+        report = body()
+    except GpuckptError as e:
+        fail(command, as_json, e)
+    if as_json:
+        print_json(report)
+    else:
+        for w in report.warnings:
+            warn(w)
+        show(report)
+    finish(0)
+
+
+def fail(command: str, as_json: bool, error: GpuckptError) -> NoReturn:
+    """Say *error* in words or as a document, with what it left behind, and exit with its code."""
+    report = error.report or Report(command, False, bool(os.environ.get("GPUCKPT_SIMULATE")), error=error.as_dict())
+    if as_json:
+        print_json(report)
+    else:
+        for w in report.warnings:
+            warn(w)
+        click.echo(f"gpuckpt {command}: {error.message}", err=True)
+        for note in getattr(error, "__notes__", ()):
+            click.echo(f"  ({note})", err=True)
+        for p in report.processes:
+            click.echo(f"  pid {p.pid} ({p.name}): {p.state}", err=True)
+        if error.hint:
+            click.echo(f"  try: {error.hint}", err=True)
+        click.echo(f"  [{error.code}] docs/failures.md", err=True)
+    finish(errors.exit_code(error))
+
+
+def print_json(report: Report) -> None:
+    click.echo(json.dumps(report.as_dict()))
+
+
+def warn(text: str) -> None:
+    click.echo(f"warning: {text}", err=True)
+
+
+def finish(code: int) -> NoReturn:
+    """Exit at once: nothing that is still loading (a helper, a driver library) may hold the command up."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        os._exit(code or 1)
+    sys.exit(code)
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes for people: "16.9 GiB", "512 MiB", "0", "?" for unknown."""
+    if nbytes is None:
+        return "?"
+    if nbytes == 0:
+        return "0"
+    if nbytes >= 1 << 30:
+        return f"{nbytes / 2**30:.1f} GiB"
+    return f"{max(1, round(nbytes / 2**20))} MiB"

@@ -1,0 +1,58 @@
+"""The `gpuckpt` program: finds the command that was typed and imports nothing else, so that it starts at once."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+#: command -> (module, one line for the list of commands)
+COMMANDS = {
+    "ps": ("ps", "Every process on the GPUs, or suspended."),
+    "suspend": ("suspend", "Move all that processes hold on their GPUs to host memory."),
+    "resume": ("resume", "Put suspended processes back on their GPUs."),
+    "status": ("status", "How processes are, and what was left in the middle."),
+    "is-suspended": ("status", "Exit 0 if suspended, 1 if not."),
+    "recover": ("recover", "After a crash: finish or undo what was left in the middle."),
+    "doctor": ("doctor", "Can this machine suspend, safely and fast?"),
+    "demo": ("demo", "Half a minute that shows it all."),
+    "completion": ("completion", "Print a shell completion script."),
+}
+
+EXAMPLES = """
+\b
+Examples:
+  gpuckpt ps                      what is on the GPUs
+  gpuckpt suspend 4242            free the GPUs of pid 4242 and all that belongs to it
+  gpuckpt resume 4242             let it go on, as if nothing had happened
+  gpuckpt doctor                  can this machine do it?
+"""
+
+
+class Lazy(click.Group):
+    """A group that knows its commands by name and imports one when it is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"gpuckpt.cli.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, words) for name, (_, words) in COMMANDS.items()])
+
+
+@click.command(cls=Lazy, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="gpuckpt")
+def main() -> None:
+    """Free a GPU without killing what runs on it.
+
+    Each command takes --json; `gpuckpt COMMAND --help` has examples. Exit codes: 0 done or already so · 1 failed, all as it was
+    found · 2 usage · 3 failed, and some process is not as it was found · 4 no such process, or none with CUDA state ·
+    5 permission · 6 refused or unsupported · 124 deadline · 130/143 interrupted, all as it was found.
+    """

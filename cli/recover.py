@@ -1,0 +1,71 @@
+"""`gpuckpt recover`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from gpuckpt.cli.common import finish, json_option, print_json, warn
+from gpuckpt.model import Report
+
+
+@click.command()
+@json_option
+def recover(as_json: bool) -> None:
+    """After a crash of gpuckpt or of its shell: finish or undo every operation that was left in the middle.
+
+    Reads the journal and asks the driver. A suspend that had reached every process is finished, any other is undone; a resume that
+    had restored any process is finished, any other leaves it suspended. Does nothing, and says so, when nothing was left.
+
+    \b
+    Examples:
+      gpuckpt recover
+      gpuckpt recover --json
+    """
+    from gpuckpt import overview
+    from gpuckpt.local import LocalWorld
+    from gpuckpt.recovery import recover_all
+
+    from gpuckpt import errors
+
+    try:
+        with LocalWorld() as world, world.interruptible():
+            void = [overview.void_words(r) for r in world.journal.void()]
+            unreadable = world.journal.unreadable()
+            reports = recover_all(world)
+    except errors.GpuckptError as e:
+        from gpuckpt.cli.common import fail
+
+        fail("recover", as_json, e)
+    failed = [r for r in reports if not r.ok]
+    if as_json:
+        whole = Report(
+            "recover",
+            not failed,
+            world.simulated,
+            tuple(p for r in reports for p in r.processes),
+            sum(r.seconds for r in reports),
+            warnings=(*void, *unreadable),
+            already=not reports,
+            error=failed[0].error if failed else None,
+            details={"recovered": [r.details["recovered"] for r in reports]},
+        )
+        print_json(dataclasses.replace(whole))
+    else:
+        for text in (*void, *unreadable):
+            warn(text)
+        for r in reports:
+            click.echo(r.details["recovered"])
+            if r.error:
+                click.echo(f"  {r.error['message']}\n  try: {r.error['hint']}", err=True)
+        if not reports:
+            click.echo("nothing was left in the middle")
+    finish(max((exit_status(r) for r in failed), default=0))
+
+
+def exit_status(report: Report) -> int:
+    from gpuckpt import errors
+
+    code = report.error["code"] if report.error else ""
+    return 3 if code in ("lost", "in-flight", "not-as-found") else errors.by_code()[code].exit_code

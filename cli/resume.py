@@ -1,0 +1,85 @@
+"""`gpuckpt resume`."""
+
+from __future__ import annotations
+
+import click
+
+from gpuckpt import errors
+from gpuckpt.cli.common import Duration, execute, json_option, pids, size, timeout_option
+from gpuckpt.cli.progress import Bar
+from gpuckpt.model import Report
+
+
+@click.command()
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option(
+    "--gpu",
+    "gpus",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Restore on another card of the same kind: GPU UUIDs, or one UUID alone for a group on one GPU. Repeatable.",
+)
+@click.option("--wait", "wait_s", type=Duration(), metavar="DURATION", help="Wait for room on the GPUs this long. [default: not at all]")
+@click.option("--dry-run", is_flag=True, help="Print the plan and whether there is room. Touches nothing.")
+@timeout_option
+@json_option
+def resume(
+    targets: tuple[str, ...], gpus: tuple[str, ...], wait_s: float | None, dry_run: bool, timeout_s: float | None, as_json: bool
+) -> None:
+    """Put suspended TARGETs back on their GPUs, at the same addresses, and let them go on.
+
+    A TARGET is a pid; it stands for the group that was suspended with it. Restore is called only when every GPU has room:
+    a restore that runs out of memory would lose the process.
+
+    \b
+    Examples:
+      gpuckpt resume 4242
+      gpuckpt resume 4242 --wait 10m
+      gpuckpt resume 4242 --gpu GPU-7169aa65-…
+    """
+
+    def body() -> Report:
+        from gpuckpt.local import LocalWorld
+        from gpuckpt.operation import Operation
+
+        wished, to_gpu = _wished(gpus)
+        with LocalWorld() as world, world.interruptible(), Bar(as_json) as bar:
+            operation = Operation(world, "resume", timeout_s=timeout_s, tell=bar.tell)
+            if dry_run:
+                return operation.preview_resume(pids(targets), wished=wished, to_gpu=to_gpu)
+            return operation.resume(pids(targets), wished=wished, to_gpu=to_gpu, wait_s=wait_s or 0.0)
+
+    execute("resume", as_json, body, show_plan if dry_run else show)
+
+
+def show(report: Report) -> None:
+    """The report for people."""
+    for p in report.processes:
+        if report.already:
+            click.echo(f"already {p.state}: pid {p.pid} ({p.name})")
+        elif p.state == "gone":
+            click.echo(f"gone: pid {p.pid} ({p.name}) ended while it was suspended")
+        else:
+            back = ", ".join(f"{size(g.bytes_after)} on {g.uuid}" for g in p.gpus if g.bytes_after)
+            click.echo(f"{p.state}: pid {p.pid} ({p.name})  {back}")
+    if not report.already:
+        click.echo(f"{report.seconds:.1f} s")
+
+
+def show_plan(report: Report) -> None:
+    plan = report.details["plan"]
+    for step in plan["steps"]:
+        click.echo(f"{step['name']:<11} {' '.join(map(str, step['pids']))}")
+    for uuid, need in plan["gpu_bytes_needed"].items():
+        click.echo(f"{uuid}: needs {size(need)}, has {size(plan['gpu_bytes_free'].get(uuid))} free")
+    click.echo("would be refused: no room" if plan["refused"] else "would go ahead")
+
+
+def _wished(gpus: tuple[str, ...]) -> tuple[dict[str, str], str]:
+    alone = [g for g in gpus if "=" not in g]
+    if alone and len(gpus) > 1:
+        raise errors.Usage("--gpu: one UUID alone, or OLD=NEW for each GPU", hint="gpuckpt resume PID --gpu OLD=NEW --gpu OLD2=NEW2")
+    pairs = [g.split("=", 1) for g in gpus if "=" in g]
+    if len({p[0] for p in pairs}) != len(pairs):
+        raise errors.Usage("--gpu names one old GPU twice")
+    return {old: new for old, new in pairs}, alone[0] if alone else ""

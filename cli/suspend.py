@@ -1,0 +1,80 @@
+"""`gpuckpt suspend`."""
+
+from __future__ import annotations
+
+import click
+
+from gpuckpt.cli.common import Duration, execute, json_option, pids, size, timeout_option
+from gpuckpt.cli.progress import Bar
+from gpuckpt.model import Report
+
+
+@click.command()
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.option("--no-tree", is_flag=True, help="Only the processes named, not those that belong to them; the same hazards hold.")
+@click.option("--dry-run", is_flag=True, help="Print the plan: order, pids, GPUs, bytes, hazards. Touches nothing.")
+@click.option(
+    "--accept-loss",
+    multiple=True,
+    metavar="KIND",
+    help="Take on a hazard that may lose the process: possible-import, nccl-communicator, rdma, mps, host-memory. Repeatable.",
+)
+@timeout_option
+@json_option
+def suspend(
+    targets: tuple[str, ...], no_tree: bool, dry_run: bool, accept_loss: tuple[str, ...], timeout_s: float | None, as_json: bool
+) -> None:
+    """Move everything that TARGETs hold on their GPUs to host memory.
+
+    A TARGET is a pid; it stands for every CUDA process that belongs to it. The processes stay alive and wait. Several TARGETs
+    form one operation: all or none. What is already suspended stays so.
+
+    \b
+    Examples:
+      gpuckpt suspend 4242
+      gpuckpt suspend --dry-run 4242
+      gpuckpt suspend 4242 --timeout 30s --json
+    """
+
+    def body() -> Report:
+        from gpuckpt.local import LocalWorld
+        from gpuckpt.operation import Operation
+
+        with LocalWorld() as world, world.interruptible(), Bar(as_json) as bar:
+            operation = Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=bar.tell)
+            if dry_run:
+                return operation.preview(pids(targets), tree=not no_tree)
+            return operation.suspend(pids(targets), tree=not no_tree)
+
+    execute("suspend", as_json, body, show_plan if dry_run else show)
+
+
+def show(report: Report) -> None:
+    """The report for people."""
+    for p in report.processes:
+        if report.already:
+            click.echo(f"already suspended: pid {p.pid} ({p.name})")
+            continue
+        moved = ", ".join(f"{size(g.bytes_before)} → {size(g.bytes_after)} on {g.uuid}" for g in p.gpus)
+        click.echo(f"suspended: pid {p.pid} ({p.name})  {moved}")
+    if not report.already:
+        held = sum(p.host_bytes for p in report.processes)
+        click.echo(f"{report.seconds:.1f} s, {size(held)} in host memory. Back with: gpuckpt resume {report.processes[0].pid}")
+
+
+def show_plan(report: Report) -> None:
+    """The plan for people."""
+    plan = report.details["plan"]
+    for step in plan["steps"]:
+        click.echo(f"{step['name']:<11} {' '.join(map(str, step['pids']))}")
+    for p in report.processes:
+        on = ", ".join(f"{size(g.bytes_before)} on {g.uuid}" for g in p.gpus) or "nothing on a GPU"
+        click.echo(f"pid {p.pid} ({p.name}, {p.state}): {on}")
+    room = f"{size(plan['host_bytes_available'])} by {plan['host_limit']}" if plan["host_limit"] else "unknown"
+    click.echo(f"host memory needed {size(plan['host_bytes_needed'])}, there is {room}")
+    for h in report.hazards:
+        click.echo(f"hazard {h.kind}: {h.message}\n  try: {h.hint}")
+    click.echo("would be refused" if plan["refused"] else f"would go ahead; deadline {plan['timeout_seconds']:.0f} s")
+
+
+__all__ = ["Duration", "suspend"]
