@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from gpuckpt.model import Report
-    from gpuckpt.operation import Progress
     from gpuckpt.overview import Overview
+    from gpuckpt.walk import Progress
 
 __all__ = ["recover", "resume", "status", "suspend"]
 
@@ -45,7 +45,7 @@ def suspend(
     accept_loss
         Kinds of hazards taken on, such as ``"possible-import"``.
     tell
-        Called with a :class:`gpuckpt.operation.Progress` while driver calls run.
+        Called with a :class:`gpuckpt.walk.Progress` while driver calls run.
 
     Raises
     ------

@@ -126,9 +126,9 @@ class LocalWorld:
         procs = processes.table()
         for target in targets:
             self._check_target(target, procs)
-        members, related, outside = self._group(targets, procs, held, tree)
+        members, related = self._group(targets, procs, held, tree)
         if not members:
-            self._explain_nothing(targets, procs)
+            self._explain_nothing(targets)
         for p in members.values():
             uid = processes.uid_of(p.pid)
             if os.geteuid() not in (0, uid):
@@ -145,14 +145,12 @@ class LocalWorld:
         if not self.simulated:
             found += hazards.mps(procs.values())
         needed, room, short, warnings = self._host_room(list(members.values()))
-        return Inventory(
-            tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), (*warnings, *outside), needed, room
-        )
+        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), tuple(warnings), needed, room)
 
     def _group(
         self, targets: Sequence[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]], tree: bool
-    ) -> tuple[dict[int, GpuProcess], dict[int, dict[int, str]], list[str]]:
-        """Members by pid, how each is related to other CUDA processes, and warnings."""
+    ) -> tuple[dict[int, GpuProcess], dict[int, dict[int, str]]]:
+        """Members by pid, and how each is related to other CUDA processes."""
         mine = {self.me.pid, *processes.ancestors(self.me.pid, procs)}
         members: dict[int, GpuProcess] = {}
         related: dict[int, dict[int, str]] = {}
@@ -171,11 +169,9 @@ class LocalWorld:
                 related[pid] = others
             if tree:
                 frontier += [p for p in others if p not in mine]
-        return members, related, []
+        return members, related
 
-    def cuda_processes(
-        self, pids: Iterable[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]]
-    ) -> dict[int, GpuProcess]:
+    def cuda_processes(self, pids: Iterable[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]]) -> dict[int, GpuProcess]:
         """Those of *pids* that hold a CUDA context or are checkpointed, as the driver and NVML describe them."""
         wanted = [p for p in pids if p in procs and p != self.me.pid]
         loaded = self.devices.loaded(wanted)
@@ -331,7 +327,7 @@ class LocalWorld:
             )
         raise errors.NoSuchProcess(f"there is no process {pid}", hint="gpuckpt ps lists what can be suspended", pid=pid)
 
-    def _explain_nothing(self, targets: Sequence[int], procs: dict[int, Proc]) -> None:
+    def _explain_nothing(self, targets: Sequence[int]) -> None:
         for pid in targets:
             uid = processes.uid_of(pid)
             if os.geteuid() not in (0, uid):

@@ -62,7 +62,9 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
         proc = procs[pid]
         record, member = members.get(proc.id, (None, None))
         state = states.get(proc.id, State.BLOCKED)
-        if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.DENIED, State.BLOCKED) and pid not in contexts and not member):
+        if state in (State.NONE, State.GONE) or (
+            state in (State.RUNNING, State.DENIED, State.BLOCKED) and pid not in contexts and not member
+        ):
             continue
         word, note = _word(state, proc.stopped, proc.id in busy, record, member)
         rows.append(
@@ -141,7 +143,14 @@ def _dead(members: dict[ProcessId, tuple[Record, Member]], procs: dict[int, proc
             continue
         if any(m.id.pid in procs and procs[m.id.pid].id == m.id for m in record.members):
             found.append(
-                Row(id_.pid, member.name, processes.user_name(member.uid), "gone", group=record.id, note="ended while its group was suspended")
+                Row(
+                    id_.pid,
+                    member.name,
+                    processes.user_name(member.uid),
+                    "gone",
+                    group=record.id,
+                    note="ended while its group was suspended",
+                )
             )
     return found
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
 from gpuckpt.model import Report, State, Status
-from gpuckpt.operation import Operation, Progress
+from gpuckpt.operation import Operation
+from gpuckpt.walk import Progress
 from gpuckpt.world import World
 
 

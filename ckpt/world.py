@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from gpuckpt.driver.caller import Outcome
 from gpuckpt.journal import Record
@@ -31,7 +31,7 @@ class Journal(Protocol):
     def save(self, record: Record) -> None: ...
     def remove(self, record_id: str) -> None: ...
     def records(self) -> list[Record]: ...
-    def audit(self, **line: object) -> None: ...
+    def audit(self, **line: Any) -> None: ...
 
 
 class Claim(Protocol):
@@ -42,9 +42,11 @@ class Claim(Protocol):
 
 class World(Protocol):
     simulated: bool
-    journal: Journal
     me: ProcessId
     user: str  # "alice (uid 1000)"
+
+    @property
+    def journal(self) -> Journal: ...
 
     def now(self) -> float:
         """Monotonic seconds."""
@@ -85,10 +87,10 @@ class World(Protocol):
         timeout_s: float = 0.0,
         gpu_map: Mapping[str, str] | None = None,
         initialise: bool = False,
-        claims: Sequence[Claim] = (),
+        claims: Sequence[Any] = (),
     ) -> Pending: ...
 
-    def wait(self, pending: Collection[Pending], until: float) -> None:
+    def wait(self, pending: Collection[Any], until: float) -> None:
         """Return once one of *pending* has ended, at *until*, or on a new interruption. With none pending: sleep."""
         ...
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import click
-
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
@@ -112,14 +111,3 @@ def finish(code: int) -> NoReturn:
     except BrokenPipeError:
         os._exit(code or 1)
     sys.exit(code)
-
-
-def size(nbytes: int | None) -> str:
-    """Bytes for people: "16.9 GiB", "512 MiB", "0", "?" for unknown."""
-    if nbytes is None:
-        return "?"
-    if nbytes == 0:
-        return "0"
-    if nbytes >= 1 << 30:
-        return f"{nbytes / 2**30:.1f} GiB"
-    return f"{max(1, round(nbytes / 2**20))} MiB"

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpuckpt.operation import Progress
+    from gpuckpt.walk import Progress
 
 MOVING = {"checkpoint": "leaving the GPU", "restore": "returning to the GPU"}
 

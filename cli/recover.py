@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import click
-
 from gpuckpt.cli.common import finish, json_option, print_json, warn
 from gpuckpt.model import Report
 
@@ -23,11 +22,9 @@ def recover(as_json: bool) -> None:
       gpuckpt recover
       gpuckpt recover --json
     """
-    from gpuckpt import overview
+    from gpuckpt import errors, overview
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
-
-    from gpuckpt import errors
 
     try:
         with LocalWorld() as world, world.interruptible():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import click
-
 from gpuckpt import errors
-from gpuckpt.cli.common import Duration, execute, json_option, pids, size, timeout_option
+from gpuckpt.cli.common import Duration, execute, json_option, pids, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.model import Report
+from gpuckpt.words import size
 
 
 @click.command()

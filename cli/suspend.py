@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import click
-
-from gpuckpt.cli.common import Duration, execute, json_option, pids, size, timeout_option
+from gpuckpt.cli.common import execute, json_option, pids, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.model import Report
+from gpuckpt.words import size
 
 
 @click.command()
@@ -75,6 +75,3 @@ def show_plan(report: Report) -> None:
     for h in report.hazards:
         click.echo(f"hazard {h.kind}: {h.message}\n  try: {h.hint}")
     click.echo("would be refused" if plan["refused"] else f"would go ahead; deadline {plan['timeout_seconds']:.0f} s")
-
-
-__all__ = ["Duration", "suspend"]

@@ -82,6 +82,10 @@ class Devices(Protocol):
         """Those of *pids* that have the CUDA driver loaded: the only ones that may have CUDA state."""
         ...
 
+    def contexts(self, pids: list[int]) -> set[int]:
+        """Those of *pids* that hold a CUDA context, and so GPU memory, now. A process that only initialised CUDA or NVML has none."""
+        ...
+
     def image_bytes(self, pid: int) -> int:
         """Size of the checkpoint image in *pid*'s host memory, estimated from its mappings; 0 if it has none."""
         ...

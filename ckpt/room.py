@@ -1,0 +1,98 @@
+"""Room on the GPUs: which card a group is restored onto, and the wait until every card has room for what it gets.
+
+A restore that runs out of memory loses the process, so nothing here guesses: unknown is not free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpuckpt import errors, plan
+from gpuckpt.errors import GpuckptError
+from gpuckpt.model import Gpu, GpuBytes, State
+from gpuckpt.walk import Walk
+from gpuckpt.words import size
+
+
+def gpu_map_for(walk: Walk, wished: Mapping[str, str], to_gpu: str) -> dict[str, str]:
+    """The driver's full map for the user's wish. Raises for GPUs that do not fit each other."""
+    assert walk.record is not None
+    on = sorted({g.uuid for m in walk.record.members for g in m.gpus})
+    if to_gpu:
+        if len(on) != 1:
+            raise errors.Usage(f"the group was on {len(on)} GPUs ({', '.join(on)}): name each, --gpu OLD=NEW")
+        wished = {on[0]: to_gpu}
+    gpus = walk.world.gpus()
+    try:
+        full = plan.full_gpu_map(wished, gpus)
+    except ValueError as e:
+        raise errors.Usage(f"--gpu: {e}", hint="gpuckpt ps lists the GPUs") from e
+    names = {g.uuid: g.name for g in (*walk.record.gpus, *gpus)}
+    for old in on:
+        new = full.get(old, old)
+        if names.get(old) and names.get(new) != names.get(old):
+            raise errors.GpuChanged(
+                f"{new} is a {names.get(new)}, {old} was a {names.get(old)}: the driver restores only onto the same chip", gpu=new
+            )
+    return full
+
+
+def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
+    """Hold the GPUs of the restore to come, and return once each has room. Raises, with nothing changed, if none comes by *until*."""
+    assert walk.record is not None
+    needed = need(walk, gpu_map)
+    gpus = [g for g in walk.world.gpus() if g.uuid in needed]
+    walk.claims.append(walk.world.claim_gpus(gpus, max(until, walk.deadline)))
+    recorded = {gpu_map.get(g.uuid, g.uuid): g for g in walk.record.gpus} if not gpu_map else {}
+    with walk.step("room"):
+        while short := plan.shortages(needed, recorded, walk.world.gpus()):
+            if walk.world.now() >= until or walk.world.interruptions or any(s.kind == "missing" for s in short):
+                walk.check_interruption()
+                raise no_room(walk, short[0])
+            walk.say("room", f"waiting for room on {short[0].uuid}")
+            walk.world.wait((), min(until, walk.world.now() + 0.2))
+
+
+def need(walk: Walk, gpu_map: Mapping[str, str]) -> dict[str, int]:
+    """Free bytes that restoring the suspended members needs on each GPU; estimated from the images where nobody recorded it."""
+    assert walk.record is not None
+    down = [m for m in walk.record.members if walk.now.get(m.id) is State.CHECKPOINTED and not m.lost]
+    held: list[GpuBytes] = []
+    for m in down:
+        known = [g for g in m.gpus if g.nbytes is not None]
+        if known and len(known) == len(m.gpus):
+            held += known
+        else:
+            image = walk.world.image_bytes(m.id)
+            held += [GpuBytes(g.uuid, image) for g in (m.gpus or [GpuBytes(g.uuid, None) for g in walk.world.gpus()])]
+    return plan.room_need_bytes(held, walk.record.retained, gpu_map)
+
+
+def no_room(walk: Walk, short: plan.Shortage) -> GpuckptError:
+    stays = "nothing was restored; the suspended process is intact"
+    gpu = next((g for g in walk.world.gpus() if g.uuid == short.uuid), Gpu(short.uuid, -1))
+    if short.kind in ("lost", "missing"):
+        return errors.GpuLost(
+            f"{gpu.label} is {'lost' if short.kind == 'lost' else 'not on this machine any more'}; {stays}",
+            hint="restore on another card of the same kind: gpuckpt resume PID --gpu OLD=NEW",
+            gpu=short.uuid,
+            step="room",
+        )
+    if short.kind == "changed":
+        return errors.GpuChanged(f"{gpu.label}: {short.what}; {stays}", hint="set it back as it was", gpu=short.uuid, step="room")
+    if short.kind == "unknown":
+        return errors.GpuUnknown(
+            f"the memory of {gpu.label} cannot be queried, and unknown is not free; {stays}",
+            hint="nvidia-smi -q -d MEMORY; then resume again, or wait for it with --wait 1m",
+            gpu=short.uuid,
+            step="room",
+        )
+    holders = [(n.get(short.uuid) or 0, pid) for pid, n in walk.world.held().items() if short.uuid in n]
+    named = ", ".join(f"{walk.world.describe(pid)}: {size(nbytes)}" for nbytes, pid in sorted(holders, reverse=True)[:5])
+    return errors.GpuMemory(
+        f"{gpu.label} has {size(short.free_bytes or 0)} free, the restore needs {size(short.needed_bytes)}; {stays}."
+        + (f" Held by {named}" if named else ""),
+        hint="free the GPU, then resume again; or let it wait: --wait 10m",
+        gpu=short.uuid,
+        step="room",
+    )

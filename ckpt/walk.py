@@ -1,0 +1,280 @@
+"""A group of processes on its way: makes the driver calls of each phase in parallel, keeps the deadline, words what failed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gpuckpt import errors, plan
+from gpuckpt.driver.caller import Outcome
+from gpuckpt.errors import GpuckptError
+from gpuckpt.journal import Record
+from gpuckpt.model import Call, Hazard, ProcessId, State, Step
+from gpuckpt.world import Claim, Pending, World
+
+#: How long a lock that was asked to end may take before its caller is left to itself, in seconds.
+LOCK_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Told while driver calls run: the step, and the bytes on the group's GPUs now and at the start of the operation."""
+
+    step: str
+    message: str = ""
+    bytes_now: int | None = None
+    bytes_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    process: ProcessId
+    error: GpuckptError
+
+
+class Walk:
+    """What the commands of :mod:`gpuckpt.operation` stand on. ``now`` is each process's state, ``record`` what the journal says."""
+
+    def __init__(
+        self,
+        world: World,
+        command: str,
+        *,
+        timeout_s: float | None = None,
+        accept: frozenset[str] = frozenset(),
+        tell: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.world = world
+        self.command = command
+        self.accept = accept
+        self.steps: list[Step] = []
+        self.warnings: list[str] = []
+        self.hazards: tuple[Hazard, ...] = ()
+        self.record: Record | None = None
+        self.now: dict[ProcessId, State] = {}
+        self._tell = tell
+        self._begun = world.now()
+        self._timeout_s = timeout_s
+        self.deadline = self._begun + (timeout_s if timeout_s is not None else plan.default_timeout_s(0))
+        self.claims: list[Claim] = []
+        self.guards: dict[ProcessId, Pending] = {}
+        self.used_before: dict[str, int] = {}
+        self.others_before: dict[str, int] = {}
+
+    def walk(
+        self,
+        goal: Mapping[ProcessId, State],
+        *,
+        stop: bool = False,
+        gpu_map: Mapping[str, str] | None = None,
+        before_checkpoint: Callable[[], None] | None = None,
+    ) -> list[Failure]:
+        """Go phase by phase to *goal*. With *stop* the first failure is raised when its phase has ended, else the others go on."""
+        goal, failures = dict(goal), []
+        while phase := plan.next_phase(self.now, goal):
+            if stop:
+                self.check_interruption()
+                self.check_deadline(phase.call)
+            if phase.call is Call.CHECKPOINT and before_checkpoint is not None:
+                before_checkpoint()
+                before_checkpoint = None
+            with self.step(phase.call):
+                failed = self._run(phase, gpu_map or {})
+            failures += failed
+            if failed and stop:
+                raise failed[0].error
+            for f in failed:
+                goal.pop(f.process, None)
+        return failures
+
+    def _run(self, phase: plan.Phase, gpu_map: Mapping[str, str]) -> list[Failure]:
+        """Make the calls of one phase in parallel; when it returns, each has ended or was left to itself, and ``now`` is up to date."""
+        world = self.world
+        for process in phase.processes:
+            if guard := self.guards.pop(process, None):
+                guard.keep()
+        begun = world.now()
+        calls: dict[ProcessId, Pending] = {}
+        for process in phase.processes:
+            calls[process] = world.start(
+                phase.call,
+                process,
+                timeout_s=max(0.05, self.deadline - begun),
+                gpu_map=gpu_map,
+                initialise=phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus()),
+                claims=self.claims,
+            )
+        limit = self._limit(phase.call, begun)
+        asked_to_stop = len(world.interruptions)
+        while waiting := [c for c in calls.values() if c.outcome is None]:
+            if world.now() >= limit or len(world.interruptions) >= 2:
+                break
+            if len(world.interruptions) > asked_to_stop:
+                asked_to_stop = len(world.interruptions)
+                if phase.call is Call.LOCK:
+                    limit = min(limit, world.now() + LOCK_GRACE_S)
+                self.say(
+                    phase.call, f"stopping: the driver cannot be interrupted in a {phase.call}; waiting for it (Ctrl-C again: leave it)"
+                )
+            world.wait(waiting, min(limit, world.now() + 0.25) if self._tell else limit)
+            self.say(phase.call)
+        return [f for process, call in calls.items() if (f := self._result(phase.call, process, call, limit))]
+
+    def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float) -> Failure | None:
+        """Take in how one call ended."""
+        outcome = pending.outcome
+        if outcome is None:
+            pending.release()
+            return self._left_in_flight(call, process, pending.caller_pid)
+        if outcome.ok:
+            self.now[process] = plan.RESULT[call]
+            if call is Call.LOCK:
+                self.guards[process] = pending
+            return None
+        pending.release()
+        state = self.world.states([process])[process]
+        while outcome.result == "VANISHED" and state is State.BLOCKED and self.world.now() < limit:
+            self.world.wait((), self.world.now() + 0.1)  # its caller was killed: the driver goes on with the call in the target
+            state = self.world.states([process])[process]
+        self.now[process] = state
+        if outcome.result == "VANISHED" and state is plan.RESULT[call]:
+            self.warnings.append(f"the caller of {call} on pid {process} was killed; the driver completed the call")
+            return None
+        if state is State.BLOCKED:
+            return self._left_in_flight(call, process, pending.caller_pid)
+        error = self._error(call, process, outcome, state)
+        if isinstance(error, errors.Lost) and self.record is not None:
+            self.record = self.record.with_member(process, lost=error.message)
+            self.save()
+        return Failure(process, error)
+
+    def _left_in_flight(self, call: Call, process: ProcessId, caller_pid: int) -> Failure:
+        self.now[process] = State.BLOCKED
+        if self.record is not None:
+            self.record = self.record.with_member(process, waiting=f"{call} by caller {caller_pid}")
+            self.save()
+        then = "it unlocks itself when the driver grants it" if call is Call.LOCK else f"the driver goes on with the {call}"
+        stopped = f"pid {process} is stopped: kill -CONT {process}, then " if self.world.stopped(process) else "when it has ended, "
+        return Failure(
+            process,
+            errors.InFlight(
+                f"{call} of {self.world.describe(process.pid)} has not returned by the deadline; its caller (pid {caller_pid}) was left "
+                f"to itself: {then}",
+                hint=f"{stopped}gpuckpt recover",
+                pid=process.pid,
+                step=call,
+            ),
+        )
+
+    def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State) -> GpuckptError:
+        """Words for a failed call. *state*: what the driver says of the process now."""
+        who = self.world.describe(process.pid)
+        where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
+        if outcome.result.startswith("gpuckpt:"):
+            cls = errors.by_code().get(outcome.result[8:], GpuckptError)
+            return cls(outcome.message or outcome.result, hint="gpuckpt doctor", **where)
+        if state is State.GONE:
+            return errors.Aborted(f"{who} ended during {call}", **where)
+        if call is Call.RESTORE and state is not State.LOCKED:
+            return errors.Lost(
+                f"restore of {who} failed (CUDA_ERROR_{outcome.result}); its GPU state cannot be brought back",
+                hint=f"end it and start it again: kill {process}",
+                **where,
+            )
+        if call is Call.LOCK and outcome.result == "NOT_READY":
+            return errors.Deadline(
+                f"{who} was busy on the GPU beyond the deadline; it goes on running",
+                hint="a longer --timeout, or suspend it between two steps of its work",
+                **where,
+            )
+        if call is Call.CHECKPOINT and outcome.result == "NOT_SUPPORTED":
+            return errors.ManagedMemory(
+                f"the driver cannot checkpoint {who}: CUDA_ERROR_NOT_SUPPORTED, as for managed memory (cudaMallocManaged)",
+                hint="start the program without managed memory (torch and vLLM use none by default)",
+                **where,
+            )
+        if state is State.DENIED:
+            return errors.PermissionDenied(
+                f"the driver does not let us touch {who}", hint=f"sudo gpuckpt {self.command} {process}", **where
+            )
+        return errors.DriverError(f"{call} of {who} failed: CUDA_ERROR_{outcome.result}; the driver says it is {state}", **where)
+
+    def look(self) -> None:
+        assert self.record is not None
+        self.now = self.world.states(m.id for m in self.record.members)
+
+    def usage(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes used on each GPU, and by processes outside the group."""
+        used = {g.uuid: g.total_bytes - g.free_bytes for g in self.world.gpus() if g.total_bytes and g.free_bytes is not None}
+        mine, others = {p.pid for p in self.now}, dict.fromkeys(used, 0)
+        for pid, held in self.world.held().items():
+            if pid not in mine:
+                for uuid, nbytes in held.items():
+                    others[uuid] = others.get(uuid, 0) + (nbytes or 0)
+        return used, others
+
+    def save(self, *, required: bool = False, **changes: Any) -> None:
+        """Write the record. Before anything was done a failure is raised (*required*); later it is only told: going on, or back,
+        matters more, and recovery reads the driver's states beside an older record."""
+        assert self.record is not None
+        self.record = dataclasses.replace(self.record, controller=self.world.me, **changes)
+        try:
+            self.world.journal.save(self.record)
+        except errors.JournalError as e:
+            if required:
+                raise
+            self.warnings.append(f"{e.message}; it still says {self.record.status} as before")
+
+    def set_deadline(self, nbytes: int, extra_s: float = 0.0) -> None:
+        if self._timeout_s is None:
+            self._timeout_s = plan.default_timeout_s(nbytes) + extra_s
+        self.deadline = self._begun + self._timeout_s
+
+    def _limit(self, call: Call, begun: float) -> float:
+        """When a call that has not returned is left to itself. A checkpoint or restore gets as long as its bytes may take."""
+        assert self.record is not None
+        nbytes = sum(g.nbytes or 0 for m in self.record.members for g in m.gpus)
+        if call is Call.LOCK:
+            return max(self.deadline, begun) + min(2.0, self._timeout_s or 2.0)
+        return max(self.deadline, begun) + max(plan.default_timeout_s(nbytes) - plan.default_timeout_s(0), self._timeout_s or 0.0, 2.0)
+
+    def check_interruption(self) -> None:
+        if self.world.interruptions:
+            signum = self.world.interruptions[0]
+            raise errors.Interrupted("interrupted; everything is as it was found", signum=signum)
+
+    def check_deadline(self, step: str) -> None:
+        if self.world.now() >= self.deadline:
+            raise errors.Deadline(f"the deadline passed before {step}; everything is as it was found", hint="a longer --timeout", step=step)
+
+    def seconds(self) -> float:
+        return self.world.now() - self._begun
+
+    def say(self, step: str, message: str = "") -> None:
+        if self._tell is None:
+            return
+        now = start = None
+        if self.record is not None and not message:
+            on = {g.uuid for m in self.record.members for g in m.gpus}
+            start = sum(g.nbytes or 0 for m in self.record.members for g in m.gpus)
+            used = {g.uuid: g.total_bytes - g.free_bytes for g in self.world.gpus() if g.total_bytes and g.free_bytes is not None}
+            others = self.usage()[1]
+            now = sum(max(0, used.get(u, 0) - others.get(u, 0)) for u in on)
+        self._tell(Progress(str(step), message, now, start))
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        begun = self.world.now()
+        self.say(name)
+        try:
+            yield
+        finally:
+            self.steps.append(Step(str(name), round(self.world.now() - begun, 4)))
+
+    def release(self) -> None:
+        for claim in reversed(self.claims):
+            claim.release()
+        self.claims.clear()

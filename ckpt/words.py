@@ -1,0 +1,21 @@
+"""Figures as people read them."""
+
+from __future__ import annotations
+
+
+def size(nbytes: int | None) -> str:
+    """ "16.9 GiB", "512 MiB", "0", "?" for unknown."""
+    if nbytes is None:
+        return "?"
+    if nbytes == 0:
+        return "0"
+    if nbytes >= 1 << 30:
+        return f"{nbytes / 2**30:.1f} GiB"
+    return f"{max(1, round(nbytes / 2**20))} MiB"
+
+
+def duration(seconds: float) -> str:
+    """ "8.9 s", "3 min", "2 h": one figure that matters."""
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
