@@ -1,0 +1,67 @@
+"""What the memory mappings of a process say of CUDA: whether it loaded the driver, and how large its checkpoint image may be."""
+
+from __future__ import annotations
+
+import re
+
+from gpuckpt import errors
+
+_SMALLEST_IMAGE = 1 << 20  # bytes
+_LIBCUDA = b"/libcuda.so"
+
+# address range, permissions, offset, device, inode, name
+_HEADER = re.compile(rb"[0-9a-f]+-[0-9a-f]+ (\S{4}) [0-9a-f]+ (\S+) (\d+)\s*(.*)")
+
+
+def has_libcuda(pid: int) -> bool:
+    """Whether the CUDA driver library is mapped in *pid*; False where we may not look or *pid* is gone."""
+    try:
+        # seq_file cuts its output between two mappings or within one: only the whole is safe to search.
+        with open(f"/proc/{pid}/maps", "rb", buffering=0) as file:
+            return _LIBCUDA in file.read()
+    except OSError:
+        return False
+
+
+def image_bytes(pid: int) -> int:
+    """Bytes of the checkpoint image in the host memory of *pid*, estimated from above; 0 if it has none or is gone.
+
+    It means something only while *pid* is checkpointed: the image is then one private anonymous mapping, as large as its GPU memory and
+    about 10 MiB more, populated in full. Nothing marks it, so this is the largest populated part of any such mapping. Thus
+
+    - it is too large where the program holds an array of its own in host memory larger than the image, and where the kernel merged
+      the image with a neighbour. That is the safe side for the question of how much room a restore takes;
+    - pages in swap count, and a mapping need not be resident in full: a merged or swapped image must not be overlooked.
+
+    Raises:
+        errors.PermissionDenied: we may not see the mappings of *pid*: unknown is not 0.
+    """
+    try:
+        with open(f"/proc/{pid}/smaps", "rb") as file:
+            smaps = file.read()
+    except PermissionError as error:
+        raise errors.PermissionDenied(
+            f"The mappings of process {pid} are not ours to see", hint="Run as its user or as root: sudo gpuckpt …", pid=pid
+        ) from error
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    if _LIBCUDA not in smaps:
+        return 0
+    largest = max(_populated(smaps), default=0)
+    return largest if largest >= _SMALLEST_IMAGE else 0
+
+
+def _populated(smaps: bytes) -> list[int]:
+    """For each private, anonymous, writable mapping but heap and stack: its bytes in memory or swap."""
+    out: list[int] = []
+    counted = False
+    for line in smaps.splitlines():
+        if counted and line.startswith((b"Rss:", b"Swap:")):
+            out[-1] += int(line.split()[1]) << 10
+        elif header := _HEADER.fullmatch(line):
+            permissions, device, inode, name = header.groups()
+            anonymous = device == b"00:00" and inode == b"0" and (not name or name.startswith(b"[anon:"))
+            counted = anonymous and permissions.startswith(b"rw") and permissions.endswith(b"p")
+            if counted:
+                out.append(0)
+    return out

@@ -1,0 +1,170 @@
+"""The real ``NvmlDevices`` on the real ``pynvml``, against a ``libnvidia-ml.so.1`` made here that answers as told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpuckpt import errors
+from gpuckpt.driver.nvml import NvmlDevices
+from gpuckpt.model import MIB, Gpu
+
+FIRST, SECOND = (f"GPU-0000000{index}-0000-0000-0000-000000000000" for index in range(2))
+
+NO_PERMISSION, DRIVER_NOT_LOADED, NOT_SUPPORTED, LIBRARY_NOT_FOUND = 4, 9, 3, 12
+GPU_IS_LOST, RESET_REQUIRED, MISMATCH, UNKNOWN = 15, 16, 18, 999
+
+PROGRAM = """
+import dataclasses, json, sys
+from gpuckpt.driver.nvml import NvmlDevices
+from gpuckpt.errors import GpuckptError
+try:
+    answer = getattr(NvmlDevices(), sys.argv[1])()
+except GpuckptError as error:
+    print(json.dumps({"code": error.code, "message": error.message, "hint": error.hint}))
+else:
+    print(json.dumps(answer, default=dataclasses.asdict))
+"""
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the fake in it."""
+    if shutil.which("gcc") is None:
+        pytest.fail("the tests of the NVML adapter compile a fake libnvidia-ml: install gcc")
+    folder = tmp_path_factory.mktemp("nvml")
+    source = Path(__file__).with_name("fake_nvml.c")
+    subprocess.run(["gcc", "-Wall", "-Werror", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
+    return folder
+
+
+def ask(library: Path, question: str, **fake: object) -> Any:
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), **{f"FAKE_{name}": str(value) for name, value in fake.items()}}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, question], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def gpus(library: Path, **fake: object) -> list[Gpu]:
+    return [Gpu(**gpu) for gpu in ask(library, "gpus", **fake)]
+
+
+def test_all_is_well(library: Path) -> None:
+    first, second = gpus(library, MODE_1=3, MIG_1=1, PERSISTENCE_1=0)
+    assert first == Gpu(FIRST, 0, "NVIDIA Fake", 1000 * MIB, 900 * MIB, True, "default", False, False, 4, "00000000:00:00.0")
+    assert second == Gpu(SECOND, 1, "NVIDIA Fake", 1000 * MIB, 900 * MIB, False, "exclusive-process", True, False, 5, "00000000:01:00.0")
+    assert ask(library, "version") == {"cuda": [12, 8], "package": "580.159.04"}
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "exclusive-process"), (2, "prohibited"), (9, "unknown")])
+def test_compute_modes(library: Path, number: int, name: str) -> None:
+    assert gpus(library, MODE_0=number)[0].compute_mode == name
+
+
+@pytest.mark.parametrize("result", [GPU_IS_LOST, UNKNOWN])
+@pytest.mark.parametrize("function", ["HandleByIndex_v2", "UUID"])
+def test_a_gpu_lost_before_it_has_a_name_leaves_the_others(library: Path, function: str, result: int) -> None:
+    first, second = gpus(library, **{f"RESULT_nvmlDeviceGet{function}_0": result})
+    assert first == Gpu("lost-0", 0, lost=True, persistence=False)
+    assert (second.uuid, second.lost, second.free_bytes) == (SECOND, False, 900 * MIB)
+
+
+@pytest.mark.parametrize("result", [GPU_IS_LOST, RESET_REQUIRED])
+@pytest.mark.parametrize("function", ["MinorNumber", "PciInfo_v3", "ComputeMode", "MigMode", "PersistenceMode", "MemoryInfo_v2"])
+def test_a_gpu_lost_at_any_question(library: Path, function: str, result: int) -> None:
+    first, second = gpus(library, **{f"RESULT_nvmlDeviceGet{function}_1": result})
+    assert not first.lost
+    assert (second.uuid, second.lost, second.total_bytes, second.free_bytes) == (SECOND, True, None, None)
+
+
+def test_unknown_memory_is_none(library: Path) -> None:
+    failing, zero = gpus(library, RESULT_nvmlDeviceGetMemoryInfo_v2_0=UNKNOWN, TOTAL_1=0, FREE_1=0)
+    assert (failing.lost, failing.total_bytes, failing.free_bytes) == (False, None, None)
+    assert (zero.lost, zero.total_bytes, zero.free_bytes) == (False, None, None)
+
+
+def test_unsupported_questions_have_safe_answers(library: Path) -> None:
+    questions = ("MinorNumber", "ComputeMode", "MigMode", "PersistenceMode")
+    gpu = gpus(library, GPUS=1, **{f"RESULT_nvmlDeviceGet{question}_0": NOT_SUPPORTED for question in questions})[0]
+    assert (gpu.minor, gpu.compute_mode, gpu.mig, gpu.persistence, gpu.lost) == (None, "default", False, False, False)
+
+
+def test_gpus_that_are_not_ours_are_left_out_unless_all_are(library: Path) -> None:
+    denied = {f"RESULT_nvmlDeviceGetHandleByIndex_v2_{index}": NO_PERMISSION for index in range(2)}
+    assert [gpu.index for gpu in gpus(library, RESULT_nvmlDeviceGetHandleByIndex_v2_0=NO_PERMISSION)] == [1]
+    assert ask(library, "gpus", **denied)["code"] == "permission"
+    assert gpus(library, GPUS=0) == []
+
+
+def test_processes_of_all_gpus(library: Path) -> None:
+    found = ask(library, "processes", PROCESSES_0=f"7:{5 * MIB} 8:-1", PROCESSES_1=f"7:{6 * MIB}")
+    assert found == {"7": {FIRST: 5 * MIB, SECOND: 6 * MIB}, "8": {FIRST: None}}
+    assert ask(library, "processes") == {}
+
+
+def test_one_process_on_two_mig_instances(library: Path) -> None:
+    assert ask(library, "processes", PROCESSES_0="7:5 7:6 8:5 8:-1 8:5") == {"7": {FIRST: 11}, "8": {FIRST: None}}
+
+
+@pytest.mark.parametrize("function", ["HandleByIndex_v2", "UUID", "ComputeRunningProcesses_v3"])
+def test_processes_beside_a_lost_gpu(library: Path, function: str) -> None:
+    fake = {f"RESULT_nvmlDeviceGet{function}_0": GPU_IS_LOST}
+    assert ask(library, "processes", PROCESSES_0="7:5", PROCESSES_1="7:6", **fake) == {"7": {SECOND: 6}}
+
+
+def test_processes_that_cannot_be_listed_are_not_none(library: Path) -> None:
+    def code(result: int) -> str:
+        return str(ask(library, "processes", RESULT_nvmlDeviceGetComputeRunningProcesses_v3_0=result)["code"])
+
+    assert (code(UNKNOWN), code(NO_PERMISSION)) == ("driver-error", "permission")
+
+
+def test_processes_born_while_they_are_listed(library: Path) -> None:
+    assert ask(library, "processes", PROCESSES_0="7:5", BIRTHS=3) == {"7": {FIRST: 5}}
+    assert ask(library, "processes", PROCESSES_0="7:5", BIRTHS=99)["code"] == "driver-error"
+
+
+@pytest.mark.parametrize(
+    ("result", "code", "words"),
+    [
+        (LIBRARY_NOT_FOUND, "no-driver", "libnvidia-ml.so.1"),
+        (DRIVER_NOT_LOADED, "no-driver", "kernel module is not loaded"),
+        (MISMATCH, "no-driver", "another version"),
+        (UNKNOWN, "no-driver", "Unknown Error"),
+        (NO_PERMISSION, "permission", "does not let us"),
+    ],
+)
+def test_nvml_that_cannot_be_used(library: Path, result: int, code: str, words: str) -> None:
+    for question in ("gpus", "processes", "version"):
+        found = ask(library, question, RESULT_nvmlInitWithFlags=result)
+        assert found["code"] == code
+        assert words in found["message"]
+        assert found["hint"]
+
+
+def test_no_library(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").touch()  # hides a real one on the machine that tests
+    assert ask(tmp_path, "gpus")["code"] == "no-driver"
+
+
+def test_nvml_without_libcuda(library: Path) -> None:
+    found = ask(library, "version", RESULT_nvmlSystemGetCudaDriverVersion_v2=LIBRARY_NOT_FOUND)
+    assert found["code"] == "no-driver"
+    assert "NVIDIA_DRIVER_CAPABILITIES" in found["hint"]
+
+
+def test_the_lock_of_a_gpu_is_its_device_node() -> None:
+    devices = NvmlDevices()
+    assert devices.gpu_lock_path(Gpu("GPU-1", 0, minor=3)) == "/dev/nvidia3"
+    with pytest.raises(errors.GpuLost):
+        devices.gpu_lock_path(Gpu("lost-0", 0, lost=True))
+    with pytest.raises(errors.GpuUnknown):
+        devices.gpu_lock_path(Gpu("GPU-1", 0))
