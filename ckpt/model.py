@@ -184,6 +184,6 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The document of ``--json``: schema 1, units in the keys, the same shape on failure."""
-        out = dataclasses.asdict(self)
-        details = out.pop("details")
-        return {"schema": 1, **out, **details}
+        out = dataclasses.asdict(dataclasses.replace(self, details={}))
+        del out["details"]
+        return {"schema": 1, **out, **{k: v for k, v in self.details.items() if not k.startswith("_")}}

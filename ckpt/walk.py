@@ -178,7 +178,7 @@ class Walk:
             return cls(outcome.message or outcome.result, hint="gpuckpt doctor", **where)
         if state is State.GONE:
             return errors.Aborted(f"{who} ended during {call}", **where)
-        if call is Call.RESTORE and state is not State.LOCKED:
+        if call is Call.RESTORE and state is not State.LOCKED and outcome.failed_in != "cuInit" and outcome.result != "STALE":
             return errors.Lost(
                 f"restore of {who} failed (CUDA_ERROR_{outcome.result}); its GPU state cannot be brought back",
                 hint=f"end it and start it again: kill {process}",

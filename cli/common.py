@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import click
+
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
@@ -18,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.4 on
     """``30s``, ``2m``, ``500ms``, ``1h``; a bare number is seconds; 0 is refused."""
 
     name = "duration"

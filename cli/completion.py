@@ -16,6 +16,7 @@ def completion(shell: str) -> None:
       gpuckpt completion fish > ~/.config/fish/completions/gpuckpt.fish
     """
     from click.shell_completion import get_completion_class
+
     from gpuckpt.cli.main import main
 
     cls = get_completion_class(shell)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import click
+
 from gpuckpt.cli.common import finish, json_option, print_json, warn
 from gpuckpt.model import Report
 

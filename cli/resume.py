@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+
 from gpuckpt import errors
 from gpuckpt.cli.common import Duration, execute, json_option, pids, timeout_option
 from gpuckpt.cli.progress import Bar
@@ -79,7 +80,7 @@ def _wished(gpus: tuple[str, ...]) -> tuple[dict[str, str], str]:
     alone = [g for g in gpus if "=" not in g]
     if alone and len(gpus) > 1:
         raise errors.Usage("--gpu: one UUID alone, or OLD=NEW for each GPU", hint="gpuckpt resume PID --gpu OLD=NEW --gpu OLD2=NEW2")
-    pairs = [g.split("=", 1) for g in gpus if "=" in g]
+    pairs = [(old, new) for old, sign, new in (g.partition("=") for g in gpus) if sign]
     if len({p[0] for p in pairs}) != len(pairs):
         raise errors.Usage("--gpu names one old GPU twice")
-    return {old: new for old, new in pairs}, alone[0] if alone else ""
+    return dict(pairs), alone[0] if alone else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+
 from gpuckpt.cli.common import execute, json_option, pids, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.model import Report

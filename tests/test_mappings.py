@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+
 from gpuckpt import errors
 from gpuckpt.driver import mappings
 from gpuckpt.driver.nvml import NvmlDevices

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from gpuckpt import errors
 from gpuckpt.driver.nvml import NvmlDevices
 from gpuckpt.model import MIB, Gpu

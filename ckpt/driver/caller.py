@@ -38,6 +38,7 @@ class Outcome:
     seconds: float = 0.0
     state: State | None = None  # of a state query
     message: str = ""
+    failed_in: str = ""  # "cuInit" where a restore ended before the driver was asked to restore
 
     @property
     def ok(self) -> bool:
@@ -172,7 +173,7 @@ def _receive(pending: Pending) -> None:
         return
     answer = json.loads(data)
     state = State(answer["state"]) if answer.get("state") else None
-    pending.outcome = Outcome(answer["result"], answer["seconds"], state, answer.get("message", ""))
+    pending.outcome = Outcome(answer["result"], answer["seconds"], state, answer.get("message", ""), answer.get("failed_in", ""))
 
 
 # The helper and its callers: the other side of the sockets.
@@ -254,7 +255,7 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
             else:
                 backend.unlock(process.pid)
         except CallError as e:
-            answer = {"result": e.result}
+            answer = {"result": e.result, "failed_in": e.call}
         except Exception as e:  # noqa: BLE001 - whatever it is, the controller must hear of it
             answer = {"result": f"gpuckpt:{getattr(e, 'code', 'failed')}", "message": f"{type(e).__name__}: {e}"}
     answer["seconds"] = time.monotonic() - begun

@@ -8,6 +8,7 @@ from gpuckpt import errors
 
 _SMALLEST_IMAGE = 1 << 20  # bytes
 _LIBCUDA = b"/libcuda.so"
+_UVM = b"/dev/nvidia-uvm"
 
 # address range, permissions, offset, device, inode, name
 _HEADER = re.compile(rb"[0-9a-f]+-[0-9a-f]+ (\S{4}) [0-9a-f]+ (\S+) (\d+)\s*(.*)")
@@ -15,10 +16,20 @@ _HEADER = re.compile(rb"[0-9a-f]+-[0-9a-f]+ (\S{4}) [0-9a-f]+ (\S+) (\d+)\s*(.*)
 
 def has_libcuda(pid: int) -> bool:
     """Whether the CUDA driver library is mapped in *pid*; False where we may not look or *pid* is gone."""
+    return _maps_contain(pid, _LIBCUDA)
+
+
+def has_context(pid: int) -> bool:
+    """Whether *pid* has a CUDA context now: only then is ``/dev/nvidia-uvm`` mapped. Not so after ``cuInit`` alone, in a
+    forked child, or while checkpointed (benchmarks/results/driver-facts.json)."""
+    return _maps_contain(pid, _UVM)
+
+
+def _maps_contain(pid: int, name: bytes) -> bool:
     try:
         # seq_file cuts its output between two mappings or within one: only the whole is safe to search.
         with open(f"/proc/{pid}/maps", "rb", buffering=0) as file:
-            return _LIBCUDA in file.read()
+            return name in file.read()
     except OSError:
         return False
 

@@ -81,6 +81,12 @@ class NvmlDevices(Devices):
         """As in :class:`Devices`, of those whose mappings we may see."""
         return {pid for pid in pids if mappings.has_libcuda(pid)}
 
+    def contexts(self, pids: list[int]) -> set[int]:
+        """As in :class:`Devices`: those that NVML lists, and, since its pids mean nothing in a container, those that have
+        the memory of a context mapped."""
+        listed = self.processes()
+        return {pid for pid in pids if pid in listed or mappings.has_context(pid)}
+
     def image_bytes(self, pid: int) -> int:
         """As in :class:`Devices`, and never too small; :func:`mappings.image_bytes` says how it may be too large."""
         return mappings.image_bytes(pid)

@@ -1,0 +1,134 @@
+"""`gpuckpt ps`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpuckpt.cli.common import Duration, execute, json_option, warn
+from gpuckpt.model import Gpu, Report
+from gpuckpt.words import duration, size
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from gpuckpt.overview import Overview, Row
+
+COLOURS = {"running": "green", "suspended": "cyan", "lost": "red", "in-flight": "yellow", "locked": "yellow", "stopped": "yellow"}
+
+
+@click.command()
+@click.option("--watch", is_flag=True, help="Show it again every --interval until Ctrl-C.")
+@click.option("--interval", "interval_s", type=Duration(), default="2s", show_default=True, help="With --watch.")
+@json_option
+def ps(watch: bool, interval_s: float, as_json: bool) -> None:
+    """Every process on the GPUs, or suspended: pid, name, state, bytes per GPU, bytes in host memory, since when, by whom.
+
+    A process that the driver knows and this machine's /proc does not (another container's) is shown as foreign.
+
+    \b
+    Examples:
+      gpuckpt ps
+      gpuckpt ps --watch
+      gpuckpt ps --json
+    """
+    if watch and not as_json:
+        _watch(interval_s)
+    execute("ps", as_json, lambda: as_report("ps", ()), show)
+
+
+def as_report(command: str, pids: tuple[int, ...]) -> Report:
+    """The overview as a report: ``details`` has its GPUs and rows."""
+    from gpuckpt.local import LocalWorld
+    from gpuckpt.overview import overview
+
+    begun = time.monotonic()
+    with LocalWorld() as world:
+        seen = overview(world, pids)
+        simulated = world.simulated
+    return Report(
+        command,
+        True,
+        simulated,
+        seconds=time.monotonic() - begun,
+        warnings=seen.warnings,
+        details={"processes": [row_dict(r) for r in seen.rows], "gpus": [gpu_dict(g) for g in seen.gpus], "_overview": seen},
+    )
+
+
+def row_dict(row: Row) -> dict[str, Any]:
+    return {
+        "pid": row.pid,
+        "name": row.name,
+        "user": row.user,
+        "state": row.state,
+        "gpus": [{"uuid": g.uuid, "bytes": g.nbytes} for g in row.gpus],
+        "host_bytes": row.host_bytes,
+        "suspended_since": row.since,
+        "by": row.by,
+        "group": row.group,
+        "note": row.note,
+    }
+
+
+def gpu_dict(gpu: Gpu) -> dict[str, Any]:
+    return {
+        "uuid": gpu.uuid,
+        "index": gpu.index,
+        "name": gpu.name,
+        "total_bytes": gpu.total_bytes,
+        "free_bytes": gpu.free_bytes,
+        "lost": gpu.lost,
+    }
+
+
+def show(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 240  # a pipe has no edge to wrap at
+    console.print(picture(report.details["_overview"], simulated=report.simulated))
+
+
+def picture(seen: Overview, *, simulated: bool) -> Group:
+    """GPUs first, then the processes, as a person wants to see them."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    gpus = Table(box=None, pad_edge=False, show_header=False)
+    for g in seen.gpus:
+        used = None if g.total_bytes is None or g.free_bytes is None else g.total_bytes - g.free_bytes
+        words = Text("lost: it fell off the bus", "red") if g.lost else Text(f"{size(used)} of {size(g.total_bytes)} used")
+        gpus.add_row(Text(f"GPU {g.index}", "bold"), g.name + (" (simulated)" if simulated else ""), words, Text(g.uuid, "dim"))
+    index = {g.uuid: g.index for g in seen.gpus}
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, right in (("PID", True), ("NAME", False), ("USER", False), ("STATE", False), ("GPU MEMORY", False), ("HOST", True)):
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "NAME", overflow="ellipsis")
+    for name in ("SINCE", "BY", ""):
+        table.add_column(name, overflow="fold")
+    for r in seen.rows:
+        on = ", ".join(f"{index.get(g.uuid, '?')}: {size(g.nbytes)}" for g in r.gpus) or "-"
+        since = f"{duration(max(0.0, time.time() - r.since))} ago" if r.since else ""
+        state = Text(r.state, COLOURS.get(r.state, ""))
+        table.add_row(str(r.pid), r.name, r.user, state, on, size(r.host_bytes) if r.host_bytes else "-", since, r.by, Text(r.note, "dim"))
+    nothing = Text("no process holds GPU memory, and none is suspended", "dim")
+    return Group(gpus, "", table if seen.rows else nothing)
+
+
+def _watch(interval_s: float) -> None:
+    from rich.live import Live
+
+    with Live(auto_refresh=False, screen=False) as live:
+        try:
+            while True:
+                report = as_report("ps", ())
+                for w in report.warnings:
+                    warn(w)
+                live.update(picture(report.details["_overview"], simulated=report.simulated), refresh=True)
+                time.sleep(interval_s)
+        except KeyboardInterrupt:
+            return

@@ -1,0 +1,63 @@
+"""`gpuckpt status` and `gpuckpt is-suspended`."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from gpuckpt.cli.common import execute, fail, finish, json_option, pids, print_json
+from gpuckpt.cli.ps import as_report
+from gpuckpt.errors import GpuckptError
+from gpuckpt.model import Report
+from gpuckpt.words import duration, size
+
+
+@click.command()
+@click.argument("targets", nargs=-1, metavar="[TARGET]...")
+@json_option
+def status(targets: tuple[str, ...], as_json: bool) -> None:
+    """How TARGETs and all that belongs to them are; without TARGET, every process on the GPUs or suspended.
+
+    Answers at once also while an operation is under way, from the journal: the driver would make it wait.
+
+    \b
+    Examples:
+      gpuckpt status
+      gpuckpt status 4242 --json
+    """
+    execute("status", as_json, lambda: as_report("status", tuple(pids(targets))), show)
+
+
+def show(report: Report) -> None:
+    rows = report.details["_overview"].rows
+    for r in rows:
+        on = ", ".join(f"{size(g.nbytes)} on {g.uuid}" for g in r.gpus)
+        image = f"{size(r.host_bytes)} in host memory" if r.host_bytes else ""
+        since = f"since {duration(max(0.0, time.time() - r.since))} by {r.by}" if r.since else ""
+        facts = ", ".join(x for x in (on, image, since, r.note) if x)
+        click.echo(f"{r.state}: pid {r.pid} ({r.name}, {r.user})" + (f"  {facts}" if facts else ""))
+    if not rows:
+        click.echo("no process holds GPU memory, and none is suspended")
+
+
+@click.command("is-suspended")
+@click.argument("target", metavar="TARGET")
+@json_option
+def is_suspended(target: str, as_json: bool) -> None:
+    """Exit 0 if TARGET and all that belongs to it is suspended, 1 if not. Prints nothing but with --json.
+
+    \b
+    Examples:
+      gpuckpt is-suspended 4242 && echo the GPU is free
+    """
+    try:
+        report = as_report("is-suspended", tuple(pids([target])))
+    except GpuckptError as e:
+        fail("is-suspended", as_json, e)
+    rows = [r for r in report.details["_overview"].rows if r.state != "gone"]
+    suspended = bool(rows) and all(r.state == "suspended" for r in rows)
+    if as_json:
+        report.details["suspended"] = suspended
+        print_json(report)
+    finish(0 if suspended else 1)
