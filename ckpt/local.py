@@ -144,8 +144,8 @@ class LocalWorld:
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
-        needed, room, short, warnings = self._host_room(list(members.values()))
-        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), tuple(warnings), needed, room)
+        needed, room, short = self._host_room(list(members.values()))
+        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), (), needed, room)
 
     def _group(
         self, targets: Sequence[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]], tree: bool
@@ -343,12 +343,12 @@ class LocalWorld:
             pid=targets[0],
         )
 
-    def _host_room(self, members: Sequence[GpuProcess]) -> tuple[int, HostRoom | None, list[Hazard], list[str]]:
+    def _host_room(self, members: Sequence[GpuProcess]) -> tuple[int, HostRoom | None, list[Hazard]]:
         """Host bytes that a checkpoint needs, the tightest room there is, and a hazard for each limit that it would break."""
         going = [p for p in members if p.state is not State.CHECKPOINTED]
         needed = sum(plan.image_need_bytes(p.gpus) for p in going)
         if not going:
-            return 0, None, [], []
+            return 0, None, []
         rooms: dict[str, tuple[HostRoom, int]] = {}
         for p in going:
             for room in host.host_rooms(p.pid, self._root):
@@ -364,9 +364,20 @@ class LocalWorld:
             for room, need in rooms.values()
             if need > room.available_bytes
         ]
-        short += host.ray_hazards(going[0].pid, needed, self._root)
+        ray = host.ray_monitor(going[0].pid, self._root)
+        if ray is not None and ray.would_kill(needed):
+            short.append(
+                Hazard(
+                    "host-memory",
+                    f"the image brings this node to {ray.usage(needed):.0%} of its memory, "
+                    f"and Ray (raylet, pid {ray.pid}) kills workers above {ray.threshold:.0%} ({host.RAY_THRESHOLD})",
+                    f"raise {host.RAY_THRESHOLD} for the raylet, or set {host.RAY_REFRESH}=0; --accept-loss host-memory to go on",
+                    ray.pid,
+                    acceptable=True,
+                )
+            )
         tightest = min((r for r, _ in rooms.values()), key=lambda r: r.available_bytes, default=None)
-        return needed, tightest, short, []
+        return needed, tightest, short
 
 
 def _holder(fd: int) -> int | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
 import sys
 import textwrap
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import click
+
 from gpuckpt import doctor as examination
 from gpuckpt.errors import NoDriver, Refused
 
@@ -107,4 +107,6 @@ def _count(n: int, what: str) -> str:
 
 
 def _devices() -> Devices:
-    return cast("Devices", importlib.import_module("gpuckpt.world").devices())
+    from gpuckpt.local import devices
+
+    return devices()

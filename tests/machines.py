@@ -48,6 +48,9 @@ class FakeDevices:
     def loaded(self, pids: list[int]) -> set[int]:
         return set(pids) - self.foreign
 
+    def contexts(self, pids: list[int]) -> set[int]:
+        return set(pids) - self.foreign
+
     def image_bytes(self, pid: int) -> int:
         return 0
 

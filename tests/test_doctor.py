@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
+
 from gpuckpt import doctor
 from gpuckpt.cli import doctor as command
 from gpuckpt.doctor import Check, UserMode
 from gpuckpt.errors import NoDriver
 from gpuckpt.model import Gpu
-
 from tests.machines import CLOSED_MODULE, GOOD, GPU0, GPU1, FakeDevices, Machine
 
 if TYPE_CHECKING:
@@ -289,9 +287,7 @@ def test_command_prints_aligned_text(machine: Machine, capsys: pytest.CaptureFix
 
 
 def test_command_asks_the_world_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = types.ModuleType("gpuckpt.world")
-    world.devices = lambda: FakeDevices(dataclasses.replace(GPU0, mig=True))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "gpuckpt.world", world)
+    monkeypatch.setattr("gpuckpt.local.devices", lambda: FakeDevices(dataclasses.replace(GPU0, mig=True)))
     result = CliRunner().invoke(command.doctor, ["--json"])
     assert result.exit_code == 6
     assert "MIG" in [c["name"] for c in json.loads(result.output)["checks"]]

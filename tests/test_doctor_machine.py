@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+
 from gpuckpt import doctor
 from gpuckpt.model import GIB
-
 from tests.machines import DOCKER_CAPS, GPU0, ROOT_CAPS, Machine, meminfo
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ RAY_DEFAULT_THRESHOLD = 0.95  # ray_config_def.h
 _KILLERS = ("earlyoom", "systemd-oomd", "oomd", "nohang")
 
 
-def host_room(pid: int | str, root: Path = ROOT) -> HostRoom:
-    """Bytes of host memory that *pid* (or "self") may still take, and the limit that says so.
+def host_rooms(pid: int | str, root: Path = ROOT) -> list[HostRoom]:
+    """Bytes of host memory that *pid* (or "self") may still take, by each limit there is: MemAvailable, and what each cgroup
+    on the way from *pid*'s own to the root leaves, version 1 or 2.
 
-    The least of MemAvailable and of what each cgroup on the way from *pid*'s own to the root leaves, version 1 or 2.
     File cache that the kernel drops by itself counts as free. Where nothing can be read, 0 bytes: unknown is not free.
     """
     rooms: list[HostRoom] = []
@@ -37,7 +37,12 @@ def host_room(pid: int | str, root: Path = ROOT) -> HostRoom:
         rooms.append(HostRoom(available, "MemAvailable"))
     for level in cgroup_levels(pid, root):
         rooms += level.rooms()
-    return min(rooms, key=lambda r: r.available_bytes) if rooms else HostRoom(0, "unknown: /proc/meminfo cannot be read")
+    return rooms or [HostRoom(0, "unknown: /proc/meminfo cannot be read")]
+
+
+def host_room(pid: int | str, root: Path = ROOT) -> HostRoom:
+    """The tightest of :func:`host_rooms`."""
+    return min(host_rooms(pid, root), key=lambda r: r.available_bytes)
 
 
 def meminfo(root: Path = ROOT) -> dict[str, int]:
