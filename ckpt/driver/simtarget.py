@@ -1,0 +1,189 @@
+"""A program with simulated CUDA state, driven by lines on its standard input: what tests and the demo suspend.
+
+``python -m gpuckpt.driver.simtarget`` registers in the directory ``$GPUCKPT_SIMULATE``, prints ``{"ready": true, "pid": …, "sum": …}``
+and answers each command by one line of JSON:
+
+``check``          the ``sum`` over its GPU content; like every CUDA call it waits until the process is running
+``step``           changes the content, the same way each time, and gives the new ``sum``
+``busy SECONDS``   queues kernels that take so long, and answers at once
+``alloc GIB``      allocates more on its first GPU
+``children COMMAND``  passes a command on to its ``--spawn`` children and collects their answers
+``quit``           ends it, as the end of its input does without ``--daemon``
+
+It exits with 70 when a command finds its GPU state lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+from gpuckpt.driver.api import CallError
+from gpuckpt.driver.simulated_rules import TRAITS
+from gpuckpt.driver.simulated_store import SimulatedWorldDir, StateLostError
+
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
+GIB = 1 << 30
+EXIT_LOST = 70
+
+
+class Target:
+    """This process as the holder of GPU memory."""
+
+    def __init__(self, world: SimulatedWorldDir, children: list[subprocess.Popen[str]]) -> None:
+        self.world = world
+        self.pid = os.getpid()
+        self.children = children
+
+    def answer(self, command: str, argument: str) -> dict[str, Any]:
+        match command:
+            case "check":
+                return self.check()
+            case "step":
+                return self.step()
+            case "busy":
+                self.world.make_busy(self.pid, float(argument))
+                return {"busy_s": float(argument)}
+            case "alloc":
+                return self.alloc(round(float(argument) * GIB))
+            case "children":
+                return {"children": [_ask(child, argument) for child in self.children]}
+            case _:
+                return {"error": f"unknown command: {command}"}
+
+    def check(self) -> dict[str, Any]:
+        with self.world.cuda_call(self.pid) as contents:
+            return {"sum": _sum(contents)}
+
+    def step(self) -> dict[str, Any]:
+        with self.world.cuda_call(self.pid) as contents:
+            for path in contents:
+                old = path.read_bytes()
+                path.write_bytes(hashlib.shake_256(old).digest(len(old)))
+            return {"sum": _sum(contents)}
+
+    def alloc(self, nbytes: int) -> dict[str, Any]:
+        with self.world.cuda_call(self.pid), self.world.transaction() as world:
+            try:
+                world.rules.alloc(self.pid, nbytes)
+            except CallError as error:
+                return {"error": error.result}
+            return {"bytes": sum(world.rules.processes[self.pid].held_bytes.values())}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    world = SimulatedWorldDir(os.environ["GPUCKPT_SIMULATE"])
+    forked, _keep_open = _fork(options.fork)
+    children = [_spawn(options) for _ in range(options.spawn)]
+    uuids = {gpu.index: uuid for uuid, gpu in world.peek().rules.gpus.items()}
+    held = {uuids[index]: round(options.gib * GIB) for index in options.gpu or [0]}
+    try:
+        world.register(os.getpid(), held, options.trait, round(options.exported_gib * GIB))
+    except CallError as error:
+        print(f"simtarget: {error}", file=sys.stderr)
+        return 1
+    target = Target(world, children)
+    if options.nccl_socket:
+        _keep_socket = _nccl_socket()
+    try:
+        if options.busy_s:
+            world.make_busy(target.pid, options.busy_s)
+        _print({"ready": True, "pid": target.pid, **target.check(), "forked": forked, "children": [c.pid for c in children]})
+        while line := sys.stdin.readline():
+            command, _, argument = line.strip().partition(" ")
+            if command == "quit":
+                return 0
+            _print(target.answer(command, argument))
+        while options.daemon:
+            signal.pause()
+    except StateLostError as error:
+        print(f"simtarget: {error}", file=sys.stderr)
+        return EXIT_LOST
+    finally:
+        world.unregister(target.pid)
+    return 0
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="simtarget", description="A process with simulated CUDA state.")
+    parser.add_argument("--gpu", type=int, action="append", metavar="INDEX", help="repeatable; default 0")
+    parser.add_argument("--gib", type=float, default=1.0, help="to hold on each GPU")
+    parser.add_argument("--trait", action="append", default=[], choices=sorted(TRAITS))
+    parser.add_argument("--exported-gib", type=float, default=0.0, help="of the first GPU's, with the exported descriptor held open")
+    parser.add_argument("--busy-s", type=float, default=0.0)
+    parser.add_argument("--fork", type=int, default=0, metavar="N", help="children without CUDA state")
+    parser.add_argument("--spawn", type=int, default=0, metavar="N", help="children with CUDA state of their own, like this one's")
+    parser.add_argument("--nccl-socket", action="store_true", help="show the socket that a communicator shows")
+    parser.add_argument("--daemon", action="store_true", help="stay when the input ends")
+    return parser.parse_args(arguments)
+
+
+def _print(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _sum(contents: list[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in contents)).hexdigest()
+
+
+def _fork(count: int) -> tuple[list[int], int]:
+    """Children that idle for as long as this process holds the descriptor returned: even SIGKILL ends them with it."""
+    reader, writer = os.pipe()
+    pids = []
+    for _ in range(count):
+        pid = os.fork()
+        if pid == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        pids.append(pid)
+    os.close(reader)
+    return pids, writer
+
+
+def _spawn(options: argparse.Namespace) -> subprocess.Popen[str]:
+    """A child like this one, once it is ready. It ends with its input, that is with this process."""
+    import subprocess
+
+    command = [sys.executable, "-m", "gpuckpt.driver.simtarget", f"--gib={options.gib}", f"--busy-s={options.busy_s}"]
+    command += [f"--gpu={index}" for index in options.gpu or [0]] + [f"--trait={trait}" for trait in options.trait]
+    command += [f"--exported-gib={options.exported_gib}"] + ["--nccl-socket"] * options.nccl_socket
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert child.stdout is not None  # noqa: S101
+    if not child.stdout.readline():
+        raise SystemExit(1)
+    return child
+
+
+def _ask(child: subprocess.Popen[str], command: str) -> dict[str, Any]:
+    if child.stdin is None or child.stdout is None:
+        raise ValueError("a child without pipes")
+    try:
+        child.stdin.write(command + "\n")
+        line = child.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    answer: dict[str, Any] = json.loads(line) if line else {"error": f"exited with {child.wait()}"}
+    return {"pid": child.pid, **answer}
+
+
+def _nccl_socket() -> object:
+    import socket
+
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0tmp/nccl-socket-0-{os.urandom(8).hex()}")
+    listener.listen()
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,389 @@
+"""The directory that simulated GPUs live in: who holds what, the content of their memory, and the driver calls under way.
+
+``machine.json`` holds the :class:`Rules` and the calls under way; whoever reads it under ``lock`` first carries on what is due, as
+the thread inside a target does on real hardware. So a call ends as it would whether or not its caller lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpuckpt.driver.api import CallError, DriverVersion
+from gpuckpt.driver.simulated_rules import DEFAULT_DRIVER, Rules, SimulatedGpu, SimulatedProcess
+from gpuckpt.model import GIB, Call, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+POLL_S = 0.005
+FIXED_S = 0.003  # of every checkpoint and restore
+CONTENT_BYTES = 4096
+SUCCESS = "SUCCESS"
+
+
+class StateLostError(Exception):
+    """A CUDA call of a process whose GPU state is gone."""
+
+
+@dataclass
+class Operation:
+    """A driver call under way. Times are seconds of :func:`now_s`; those during which the target is stopped do not count."""
+
+    id: str
+    call: Call
+    pid: int
+    start_ticks: int
+    owner_pid: int
+    owner_ticks: int
+    due_s: float
+    deadline_s: float  # of a lock
+    gpu_map: dict[str, str] = field(default_factory=dict)
+    initialise: bool = False
+    received: bool = False  # by the target: what a stopped target never received dies with the caller
+    paused_s: float | None = None  # since when the target is seen stopped
+    result: str | None = None  # for the caller to fetch; None while under way
+
+
+@dataclass
+class Fault:
+    """What goes wrong at the next *times* matching calls; *call* may also be "state".
+
+    ``delay_s`` first, then ``hang`` for ever, then ``result`` is raised: without acting (*before*) or after the call was made.
+    """
+
+    call: str
+    pid: int | None = None
+    result: str | None = None
+    hang: bool = False
+    delay_s: float = 0.0
+    times: int = 1
+    before: bool = True
+
+
+@dataclass
+class World:
+    """What ``machine.json`` says, inside a transaction."""
+
+    rules: Rules
+    seconds_per_gib: float = 0.0  # of checkpoint and restore
+    operations: list[Operation] = field(default_factory=list)
+
+    def under_way(self, pid: int) -> list[Operation]:
+        return [o for o in self.operations if o.pid == pid and o.result is None]
+
+    def begin(
+        self, call: Call, process: SimulatedProcess, timeout_s: float = 0.0, gpu_map: dict[str, str] | None = None, initialise: bool = False
+    ) -> Operation:
+        """Put a call of ours under way: due at once, but for the work of a checkpoint or restore."""
+        due = now_s()
+        if process.state is {Call.CHECKPOINT: State.LOCKED, Call.RESTORE: State.CHECKPOINTED}.get(call):
+            due += FIXED_S + self.seconds_per_gib * sum(process.held_bytes.values()) / GIB
+        me = os.getpid()
+        owner = look(me) or ("", 0)
+        op = Operation(
+            os.urandom(8).hex(), call, process.pid, process.start_ticks, me, owner[1], due, due + timeout_s, gpu_map or {}, initialise
+        )
+        self.operations.append(op)
+        return op
+
+    def to_text(self) -> str:
+        operations = [dataclasses.asdict(o) for o in self.operations]
+        return json.dumps({**self.rules.to_json(), "seconds_per_gib": self.seconds_per_gib, "operations": operations}, indent=1)
+
+    @classmethod
+    def from_text(cls, text: str) -> World:
+        data = json.loads(text)
+        operations = [Operation(**{**o, "call": Call(o["call"])}) for o in data.get("operations", [])]
+        return cls(Rules.from_json(data, alive=lambda pid: look(pid) is not None), data.get("seconds_per_gib", 0.0), operations)
+
+
+class SimulatedWorldDir:
+    """The directory. Everything that changes it happens in a :meth:`transaction`; a reader without one sees the last that ended."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        gpus: int = 1,
+        gib: float = 80,
+        *,
+        name: str = "Simulated GPU",
+        driver: DriverVersion | None = DEFAULT_DRIVER,
+        seconds_per_gib: float = 0.0,
+    ) -> SimulatedWorldDir:
+        """A new machine of equal, empty GPUs. Raises ``FileExistsError`` where there is one already."""
+        made = cls(path)
+        made.path.mkdir(parents=True, exist_ok=True)
+        if made._machine.exists():
+            raise FileExistsError(made._machine)
+        for part in ("gpu", "host", "calls"):
+            (made.path / part).mkdir(exist_ok=True)
+        uuids = [f"GPU-51{index:06x}-0000-4000-8000-000000000000" for index in range(gpus)]
+        rules = Rules.of([SimulatedGpu(uuid, index, name, round(gib * GIB)) for index, uuid in enumerate(uuids)])
+        rules.driver = driver
+        made._save(World(rules, seconds_per_gib).to_text())
+        return made
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[World]:
+        """The world, alone: the dead forgotten, what is due carried on. Saved at the end, unless the block raises."""
+        with contextlib.ExitStack() as held:
+            held.enter_context(_flocked(self.path / "lock"))
+            before = self._machine.read_text()
+            world = World.from_text(before)
+            self._settle(world)  # a caller may have been killed between saving and moving
+            self._forget_dead(world)
+            self._carry_on(world, held)
+            yield world
+            self._carry_on(world, held)
+            after = world.to_text()
+            if after != before:
+                self._save(after)
+                self._settle(world)
+
+    def peek(self) -> World:
+        """The world as the last transaction left it, without waiting."""
+        return World.from_text(self._machine.read_text())
+
+    def register(self, pid: int, bytes_by_uuid: Mapping[str, int], traits: Iterable[str] = (), exported_bytes: int = 0) -> SimulatedProcess:
+        """Give the live process *pid* CUDA state and random content in its GPU memory. Raises :class:`CallError` without room."""
+        seen = look(pid)
+        if seen is None:
+            raise ProcessLookupError(pid)
+        with self.transaction() as world:
+            process = world.rules.register(pid, seen[1], bytes_by_uuid, traits, exported_bytes)
+            for uuid in process.held_bytes:
+                path = self._on_gpu(process, uuid)
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(os.urandom(CONTENT_BYTES))
+        return process
+
+    def unregister(self, pid: int) -> None:
+        """As if *pid* had ended."""
+        with self.transaction() as world:
+            if pid in world.rules.processes:
+                self._forget(world, pid)
+
+    def add_fault(
+        self,
+        call: str,
+        *,
+        pid: int | None = None,
+        result: str | None = None,
+        hang: bool = False,
+        delay_s: float = 0.0,
+        times: int = 1,
+        before: bool = True,
+    ) -> None:
+        with self._faults() as faults:
+            faults.append(Fault(call, pid, result, hang, delay_s, times, before))
+
+    def take_fault(self, call: str, pid: int) -> Fault | None:
+        """The first fault that matches, used up once."""
+        with self._faults() as faults:
+            for fault in faults:
+                if fault.call == call and fault.pid in (None, pid) and fault.times > 0:
+                    fault.times -= 1
+                    return fault
+        return None
+
+    @contextlib.contextmanager
+    def cuda_call(self, pid: int) -> Iterator[list[Path]]:
+        """A CUDA call made by *pid* itself: waits until it is running; meanwhile it is not locked. Yields its content in device order.
+
+        Raises :class:`StateLostError`. Leaves the world's lock alone while anybody else makes progress: *pid* may be stopped at any
+        instruction, and must not stop the world with it.
+        """
+        while True:
+            with self._in_call(pid):
+                world = self.peek()
+                process = world.rules.processes.get(pid)
+                if process is None or process.lost:
+                    raise StateLostError(f"the GPU state of process {pid} is lost")
+                under_way = world.under_way(pid)
+                if process.state is State.RUNNING and not any(o.received for o in under_way):
+                    yield [self._on_gpu(process, uuid) for uuid in process.held_bytes]
+                    return
+            # With nobody left to wait for it, the target's own driver thread ends the call.
+            if any(not _active(o.owner_pid, o.owner_ticks) and o.due_s <= now_s() for o in under_way):
+                with self.transaction():
+                    pass
+            time.sleep(POLL_S)
+
+    def make_busy(self, pid: int, seconds: float) -> None:
+        """*pid* queues kernels that take *seconds*: it cannot be locked before they are done."""
+        with self.cuda_call(pid):
+            self._call_path(pid).write_text(f"{now_s() + seconds:.6f}")
+
+    @property
+    def _machine(self) -> Path:
+        return self.path / "machine.json"
+
+    def _save(self, text: str) -> None:
+        _replace(self._machine, text)
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[list[Fault]]:
+        path = self.path / "faults.json"
+        with _flocked(self.path / "lock"):
+            before = [Fault(**f) for f in json.loads(path.read_text())] if path.exists() else []
+            after = [dataclasses.replace(f) for f in before]
+            yield after
+            if after != before:
+                _replace(path, json.dumps([dataclasses.asdict(f) for f in after if f.times > 0], indent=1))
+
+    def _call_path(self, pid: int) -> Path:
+        """Locked by *pid* during its own CUDA calls; says until when it is busy."""
+        return self.path / "calls" / str(pid)
+
+    def _in_call(self, pid: int) -> contextlib.AbstractContextManager[None]:
+        return _flocked(self._call_path(pid))
+
+    def _drained(self, pid: int, by_s: float, held: contextlib.ExitStack) -> bool:
+        """Whether *pid* makes no call, and its kernels were done by then. If so it makes none until *held* is closed."""
+        with contextlib.ExitStack() as call:
+            try:
+                call.enter_context(_flocked(self._call_path(pid), fcntl.LOCK_NB))
+            except BlockingIOError:
+                return False
+            drained = float(self._call_path(pid).read_text() or 0) <= by_s
+            if drained:
+                held.push(call.pop_all())
+            return drained
+
+    def _on_gpu(self, process: SimulatedProcess, uuid: str) -> Path:
+        return self.path / "gpu" / uuid / f"{process.pid}-{process.start_ticks}"
+
+    def _on_host(self, process: SimulatedProcess) -> Path:
+        return self.path / "host" / f"{process.pid}-{process.start_ticks}"
+
+    def _settle(self, world: World) -> None:
+        """Put all content where the saved world says it is. Does nothing the second time, so a killed caller's rest is made up for."""
+        for process in world.rules.processes.values():
+            host = self._on_host(process)
+            if process.lost:
+                shutil.rmtree(host, ignore_errors=True)
+                continue
+            for ordinal, uuid in enumerate(process.held_bytes):
+                gpu, image = self._on_gpu(process, uuid), host / str(ordinal)
+                source, target = (image, gpu) if process.on_gpu else (gpu, image)
+                if not target.exists() and source.exists():
+                    target.parent.mkdir(exist_ok=True)
+                    source.rename(target)
+
+    def _forget_dead(self, world: World) -> None:
+        for process in list(world.rules.processes.values()):
+            seen = look(process.pid)
+            if seen is None or seen[1] != process.start_ticks:
+                self._forget(world, process.pid)
+
+    def _forget(self, world: World, pid: int) -> None:
+        process = world.rules.processes[pid]
+        for uuid in process.held_bytes:
+            self._on_gpu(process, uuid).unlink(missing_ok=True)
+        shutil.rmtree(self._on_host(process), ignore_errors=True)
+        self._call_path(pid).unlink(missing_ok=True)
+        world.rules.forget(pid)
+
+    def _carry_on(self, world: World, held: contextlib.ExitStack) -> None:
+        """End every call that is due; drop those that nobody waits for any more. *held* is closed once the world is saved."""
+        now = now_s()
+        for op in list(world.operations):
+            if (op.result is not None or not op.received) and not _alive(op.owner_pid, op.owner_ticks):
+                world.operations.remove(op)
+            elif op.result is None:
+                self._advance(world, op, now, held)
+
+    def _advance(self, world: World, op: Operation, now: float, held: contextlib.ExitStack) -> None:
+        process = world.rules.processes.get(op.pid)
+        if process is None or process.start_ticks != op.start_ticks:
+            op.result = "OPERATING_SYSTEM"
+            return
+        if stopped(op.pid):
+            op.paused_s = now if op.paused_s is None else op.paused_s
+            return
+        if op.paused_s is not None:
+            op.due_s += now - op.paused_s
+            op.deadline_s += now - op.paused_s
+            op.paused_s = None
+        op.received = True
+        if now >= op.due_s:
+            try:
+                op.result = SUCCESS if self._act(world.rules, op, now, held) else None
+            except CallError as error:
+                op.result = error.result
+
+    def _act(self, rules: Rules, op: Operation, now: float, held: contextlib.ExitStack) -> bool:
+        """Make the call; False if a lock has to wait."""
+        if op.call is Call.CHECKPOINT:
+            rules.checkpoint(op.pid)
+        elif op.call is Call.RESTORE:
+            rules.restore(op.pid, op.gpu_map, initialise=op.initialise)
+        elif op.call is Call.UNLOCK:
+            rules.unlock(op.pid)
+        else:
+            rules.check(op.call, op.pid)
+            # Nobody may have looked for a while: what counts is what came first, the end of the queue or of the timeout.
+            if not self._drained(op.pid, min(now, op.deadline_s), held):
+                if now >= op.deadline_s:
+                    raise CallError(op.call, "NOT_READY")
+                return False
+            rules.lock(op.pid)
+        return True
+
+
+def now_s() -> float:
+    """Seconds since boot, the same for all processes, not moved by a change of the date."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def look(pid: int) -> tuple[str, int] | None:
+    """State letter and start time of a process from ``/proc/PID/stat``; None if it is dead: a zombie holds nothing any more."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else (fields[0], int(fields[19]))
+
+
+def _alive(pid: int, start_ticks: int) -> bool:
+    seen = look(pid)
+    return seen is not None and seen[1] == start_ticks
+
+
+def stopped(pid: int) -> bool:
+    return (look(pid) or ("",))[0] in ("T", "t")
+
+
+def _active(pid: int, start_ticks: int) -> bool:
+    return _alive(pid, start_ticks) and not stopped(pid)
+
+
+@contextlib.contextmanager
+def _flocked(path: Path, flags: int = 0) -> Iterator[None]:
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | flags)
+        try:
+            yield
+        finally:
+            # Closing alone would leave it locked for as long as a child forked meanwhile has the descriptor.
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Callers hold the lock, so one temporary name is enough."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.rename(path)
