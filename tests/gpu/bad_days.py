@@ -19,6 +19,11 @@ def code_of(document: dict) -> str:
     return (document.get("error") or {}).get("code", "")
 
 
+def callers(name: str = "") -> list[psutil.Process]:
+    found = [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("gpuckpt-") and p.info["name"] != "gpuckpt-callers"]
+    return [p for p in found if not name or p.info["name"] == name]
+
+
 def case_busy() -> None:
     t = Target(1, "work")
     t.ask("busy 600")  # about 13 s of queued kernels
@@ -43,7 +48,7 @@ def case_stopped() -> None:
     # stopped between the inspection and the lock: the lock hangs beyond its timeout
     t.ask("busy 100")
     p = subprocess.Popen(["gpuckpt", "suspend", str(t.pid), "--timeout", "4s", "--json"], stdout=subprocess.PIPE, text=True)
-    caller = wait_for(lambda: any(c.name() == "gpuckpt-lock" for c in psutil.process_iter()), 5)
+    caller = wait_for(lambda: callers("gpuckpt-lock"), 5)
     os.kill(t.pid, signal.SIGSTOP)
     out, _ = p.communicate(timeout=60)
     doc = json.loads(out)
@@ -53,7 +58,7 @@ def case_stopped() -> None:
         [p.returncode, doc.get("error"), round(time.perf_counter() - begun, 1)],
     )
     os.kill(t.pid, signal.SIGCONT)
-    r.check("continued: it unlocks itself", wait_for(lambda: state(t.pid) == "RUNNING" and not any(c.name() == "gpuckpt-lock" for c in psutil.process_iter()), 20), state(t.pid))
+    r.check("continued: it unlocks itself", wait_for(lambda: state(t.pid) == "RUNNING" and not callers("gpuckpt-lock"), 20), state(t.pid))
     code, doc, _ = gpuckpt("recover")
     r.check("recover clears the journal, answers the same", code == 0 and t.same(), [code, doc.get("recovered")])
     t.end()
@@ -104,19 +109,15 @@ def case_exported() -> None:
     t.end()
 
 
-def callers() -> list[psutil.Process]:
-    return [p for p in psutil.process_iter() if p.name().startswith("gpuckpt-") and p.name() != "gpuckpt-callers"]
-
-
 def kill_in(command: str, step: str, victim: str, sig: int = signal.SIGKILL) -> None:
     """Kill *victim* ("command" or "caller") while *step* is under way; then recover, and the process must be whole."""
-    t = Target(3)
+    t = Target(3, "work")
     if command == "resume":
         gpuckpt("suspend", t.pid)
     if step == "lock":
-        t.send("check")  # keeps the GPU a little busy
+        t.ask("busy 150")  # about 3 s of queued kernels, for which the lock waits
     p = subprocess.Popen(["gpuckpt", command, str(t.pid), "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    seen = wait_for(lambda: any(c.name() == f"gpuckpt-{step}" for c in callers()), 10) if step != "start" else True
+    seen = wait_for(lambda: callers(f"gpuckpt-{step}"[:15]), 10) if step != "start" else True
     if step == "start":
         time.sleep(0.05)
     for c in callers() if victim == "caller" else [p]:
@@ -133,8 +134,6 @@ def kill_in(command: str, step: str, victim: str, sig: int = signal.SIGKILL) -> 
     at = state(t.pid)
     if at == "CHECKPOINTED":
         gpuckpt("resume", t.pid)
-    if step == "lock":
-        t.read()
     whole = state(t.pid) == "RUNNING" and t.same()
     name = signal.Signals(sig).name
     extra = code in (128 + sig, 0, 1) if sig != signal.SIGKILL else True
@@ -161,6 +160,8 @@ for command, step, victim, sig in (
     ("suspend", "checkpoint", "caller", signal.SIGKILL),
     ("resume", "restore", "command", signal.SIGKILL),
     ("resume", "restore", "caller", signal.SIGKILL),
+    ("suspend", "lock", "caller", signal.SIGKILL),
+    ("suspend", "lock", "command", signal.SIGINT),
     ("suspend", "checkpoint", "command", signal.SIGINT),
     ("suspend", "checkpoint", "command", signal.SIGTERM),
 ):

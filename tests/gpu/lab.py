@@ -13,19 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pynvml
+
+SIMULATED = bool(os.environ.get("GPUCKPT_SIMULATE"))
+if SIMULATED:
+    import lab_simulated
+else:
+    import pynvml
+
+    pynvml.nvmlInit()
 
 HERE = Path(__file__).parent
 OUT = Path(os.environ.get("OUT", HERE.parent.parent / "benchmarks" / "results"))
-pynvml.nvmlInit()
 
 
 def used_mib(index: int = 0) -> int:
+    if SIMULATED:
+        return lab_simulated.used_mib(index)
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used >> 20
 
 
 def free_mib(index: int = 0) -> int:
+    if SIMULATED:
+        return lab_simulated.free_mib(index)
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).free >> 20
 
@@ -37,6 +47,8 @@ def machine() -> dict[str, Any]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
+    if SIMULATED:
+        return {"simulated": True}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "gpu": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
@@ -92,9 +104,10 @@ class Target:
     """``target.py`` in a session of its own, without a common ancestor: the process alone."""
 
     def __init__(self, *args: object, env: dict[str, str] | None = None, user: int | None = None) -> None:
+        words = lab_simulated.command(args) if SIMULATED else [str(HERE / "target.py"), *map(str, args)]
         as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user else []
         self.p = subprocess.Popen(
-            ["setsid", "--fork", *as_user, sys.executable, str(HERE / "target.py"), *map(str, args)],
+            ["setsid", "--fork", *as_user, sys.executable, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -109,7 +122,7 @@ class Target:
 
     def send(self, command: str) -> None:
         assert self.p.stdin is not None
-        self.p.stdin.write(command + "\n")
+        self.p.stdin.write((lab_simulated.translate(command) if SIMULATED else command) + "\n")
         self.p.stdin.flush()
 
     def ask(self, command: str = "check") -> dict[str, Any]:
@@ -118,7 +131,7 @@ class Target:
 
     def same(self) -> bool:
         answer = self.ask()
-        return answer.get("sum") == self.first["sum"] and answer.get("replay") == self.first["replay"]
+        return answer.get("sum") == self.first["sum"] and answer.get("replay") == self.first.get("replay")
 
     def rss_mib(self) -> int:
         return psutil.Process(self.pid).memory_info().rss >> 20
@@ -145,6 +158,8 @@ def wait_for(condition: Any, seconds: float) -> bool:
 
 def state(pid: int) -> str:
     """The driver's own word, asked by a process of its own."""
+    if SIMULATED:
+        return lab_simulated.state(pid)
     code = (
         "import sys; from cuda.bindings import driver as cu; r = cu.cuCheckpointProcessGetState(int(sys.argv[1])); "
         "print(r[0].name if int(r[0]) else r[1].name.rsplit('_', 1)[-1])"
