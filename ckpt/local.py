@@ -72,7 +72,7 @@ class LocalWorld:
         self.user = f"{processes.user_name(os.geteuid())} (uid {os.geteuid()})"
         self._signals: list[int] = []
         self._wake, self._wakened = socket.socketpair()
-        self._root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
+        self.root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
         self._waiting: Callable[[str], None] = lambda _: None
 
     def __enter__(self) -> LocalWorld:
@@ -139,7 +139,7 @@ class LocalWorld:
                 )
         found: list[Hazard] = []
         for p in members.values():
-            found += hazards.of_process(p, procs[p.pid])
+            found += hazards.of_process(p, procs[p.pid], self.root)
         found += hazards.possible_imports(members, related)
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
@@ -160,7 +160,7 @@ class LocalWorld:
             if pid in seen:
                 continue
             seen.add(pid)
-            near = processes.relatives(pid, procs)
+            near = processes.relatives(pid, procs, self.root)
             cuda = self.cuda_processes([pid, *near], procs, held)
             if pid in cuda:
                 members[pid] = cuda[pid]
@@ -202,7 +202,7 @@ class LocalWorld:
             proc = processes.read(process.pid)
             if proc is None or proc.start_ticks != process.start_ticks:
                 found[process] = State.GONE
-            elif proc.stopped or processes.frozen(process.pid):
+            elif proc.stopped or processes.frozen(process.pid, self.root):
                 found[process] = State.BLOCKED  # the driver would not answer
             else:
                 pending.append(self.callers.start(None, process))
@@ -226,7 +226,7 @@ class LocalWorld:
 
     def stopped(self, process: ProcessId) -> bool:
         proc = processes.read(process.pid)
-        return proc is not None and (proc.stopped or processes.frozen(process.pid))
+        return proc is not None and (proc.stopped or processes.frozen(process.pid, self.root))
 
     def gpus(self) -> tuple[Gpu, ...]:
         return self.devices.gpus()
@@ -351,7 +351,7 @@ class LocalWorld:
             return 0, None, []
         rooms: dict[str, tuple[HostRoom, int]] = {}
         for p in going:
-            for room in host.host_rooms(p.pid, self._root):
+            for room in host.host_rooms(p.pid, self.root):
                 known = rooms.get(room.limit)
                 rooms[room.limit] = (room, (known[1] if known else 0) + plan.image_need_bytes(p.gpus))
         short = [
@@ -364,7 +364,7 @@ class LocalWorld:
             for room, need in rooms.values()
             if need > room.available_bytes
         ]
-        ray = host.ray_monitor(going[0].pid, self._root)
+        ray = host.ray_monitor(going[0].pid, self.root)
         if ray is not None and ray.would_kill(needed):
             short.append(
                 Hazard(
