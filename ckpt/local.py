@@ -59,9 +59,10 @@ class FileClaim:
 
 
 class LocalWorld:
-    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one command."""
+    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one *command*, which hints name."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ, *, command: str = "suspend") -> None:
+        self.command = command
         directory = environ.get("GPUCKPT_SIMULATE", "")
         self.simulated = bool(directory)
         self.devices = devices(environ)
@@ -134,7 +135,7 @@ class LocalWorld:
             if os.geteuid() not in (0, uid):
                 raise errors.PermissionDenied(
                     f"pid {p.pid} ({p.name}) belongs to {processes.user_name(uid)}; nothing was touched",
-                    hint=f"sudo gpuckpt suspend {p.pid}",
+                    hint=f"sudo gpuckpt {self.command} {p.pid}",
                     pid=p.pid,
                 )
         found: list[Hazard] = []
@@ -323,7 +324,7 @@ class LocalWorld:
         group = processes.thread_group(pid)
         if group is not None and group != pid:
             raise errors.NotAProcess(
-                f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt suspend {group}", pid=pid
+                f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt {self.command} {group}", pid=pid
             )
         raise errors.NoSuchProcess(f"there is no process {pid}", hint="gpuckpt ps lists what can be suspended", pid=pid)
 
@@ -333,7 +334,7 @@ class LocalWorld:
             if os.geteuid() not in (0, uid):
                 raise errors.PermissionDenied(
                     f"pid {pid} ({processes.command(pid)}) belongs to {processes.user_name(uid)}; nothing was touched",
-                    hint=f"sudo gpuckpt suspend {pid}",
+                    hint=f"sudo gpuckpt {self.command} {pid}",
                     pid=pid,
                 )
         names = ", ".join(f"{p} ({processes.command(p)})" for p in targets)
