@@ -288,7 +288,14 @@ class Operation(Walk):
     def _reinspect(self, targets: Sequence[int], tree: bool) -> None:
         """Everything is locked: a CUDA process born since the inspection, or a death, ends the operation."""
         with self.step("re-inspect"):
-            inventory = self.world.inspect([t for t in targets if t in {p.pid for p in self.now}] or [p.pid for p in self.now], tree=tree)
+            try:
+                inventory = self.world.inspect(
+                    [t for t in targets if t in {p.pid for p in self.now}] or [p.pid for p in self.now], tree=tree
+                )
+            except (errors.NoSuchProcess, errors.NoCudaState) as e:
+                raise errors.Aborted(
+                    f"pid {e.pid} ended while its group was being locked; nothing was checkpointed", pid=e.pid, step="re-inspect"
+                ) from e
         for p in inventory.processes:
             if p.id not in self.now:
                 raise errors.Aborted(
