@@ -179,10 +179,13 @@ class LocalWorld:
         contexts = self.devices.contexts(list(loaded))
         asked = [procs[p].id for p in loaded]
         states = self.states(asked)
+        journalled = {m.id for r in self.journal.records() for m in r.members}
         found = {}
         for id_ in asked:
             state, pid = states[id_], id_.pid
-            if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.BLOCKED, State.DENIED) and pid not in contexts):
+            if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.DENIED) and pid not in contexts):
+                continue
+            if state is State.BLOCKED and pid not in contexts and id_ not in journalled:
                 continue
             gpus = tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items()))
             found[pid] = GpuProcess(
