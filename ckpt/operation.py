@@ -144,7 +144,7 @@ class Operation(Walk):
         self.look()
         gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
         need = room.need(self, gpu_map)
-        short = plan.shortages(need, {}, self.world.gpus())
+        short = room.shortages(self, need, gpu_map)
         found = [p for p in self._report(ok=True).processes if p.state != "gone"]
         report = self._previewed(
             plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -216,6 +217,18 @@ class Machine:
     def used(self, index: int = 0) -> int:
         with self.world.transaction() as world:
             return world.rules.used(self.uuids[index])
+
+    def holds_gpu(self, index: int) -> bool:
+        """Whether a gpuckpt holds the GPU for its resume."""
+        path = self.world.path / f"gpu-{self.uuids[index]}.lock"
+        if not path.exists():
+            return False
+        with open(path) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(p.read_text()) for p in sorted((self.state_dir / "groups").glob("[!.]*.json"))]
