@@ -59,9 +59,10 @@ class FileClaim:
 
 
 class LocalWorld:
-    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one command."""
+    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one *command*, which hints name."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ, *, command: str = "suspend") -> None:
+        self.command = command
         directory = environ.get("GPUCKPT_SIMULATE", "")
         self.simulated = bool(directory)
         self.devices = devices(environ)
@@ -72,7 +73,7 @@ class LocalWorld:
         self.user = f"{processes.user_name(os.geteuid())} (uid {os.geteuid()})"
         self._signals: list[int] = []
         self._wake, self._wakened = socket.socketpair()
-        self._root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
+        self.root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
         self._waiting: Callable[[str], None] = lambda _: None
 
     def __enter__(self) -> LocalWorld:
@@ -134,12 +135,12 @@ class LocalWorld:
             if os.geteuid() not in (0, uid):
                 raise errors.PermissionDenied(
                     f"pid {p.pid} ({p.name}) belongs to {processes.user_name(uid)}; nothing was touched",
-                    hint=f"sudo gpuckpt suspend {p.pid}",
+                    hint=f"sudo gpuckpt {self.command} {p.pid}",
                     pid=p.pid,
                 )
         found: list[Hazard] = []
         for p in members.values():
-            found += hazards.of_process(p, procs[p.pid])
+            found += hazards.of_process(p, procs[p.pid], self.root)
         found += hazards.possible_imports(members, related)
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
@@ -160,7 +161,7 @@ class LocalWorld:
             if pid in seen:
                 continue
             seen.add(pid)
-            near = processes.relatives(pid, procs)
+            near = processes.relatives(pid, procs, self.root)
             cuda = self.cuda_processes([pid, *near], procs, held)
             if pid in cuda:
                 members[pid] = cuda[pid]
@@ -178,10 +179,13 @@ class LocalWorld:
         contexts = self.devices.contexts(list(loaded))
         asked = [procs[p].id for p in loaded]
         states = self.states(asked)
+        journalled = {m.id for r in self.journal.records() for m in r.members}
         found = {}
         for id_ in asked:
             state, pid = states[id_], id_.pid
-            if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.BLOCKED, State.DENIED) and pid not in contexts):
+            if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.DENIED) and pid not in contexts):
+                continue
+            if state is State.BLOCKED and pid not in contexts and id_ not in journalled:
                 continue
             gpus = tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items()))
             found[pid] = GpuProcess(
@@ -202,7 +206,7 @@ class LocalWorld:
             proc = processes.read(process.pid)
             if proc is None or proc.start_ticks != process.start_ticks:
                 found[process] = State.GONE
-            elif proc.stopped or processes.frozen(process.pid):
+            elif proc.stopped or processes.frozen(process.pid, self.root):
                 found[process] = State.BLOCKED  # the driver would not answer
             else:
                 pending.append(self.callers.start(None, process))
@@ -226,7 +230,7 @@ class LocalWorld:
 
     def stopped(self, process: ProcessId) -> bool:
         proc = processes.read(process.pid)
-        return proc is not None and (proc.stopped or processes.frozen(process.pid))
+        return proc is not None and (proc.stopped or processes.frozen(process.pid, self.root))
 
     def gpus(self) -> tuple[Gpu, ...]:
         return self.devices.gpus()
@@ -323,7 +327,7 @@ class LocalWorld:
         group = processes.thread_group(pid)
         if group is not None and group != pid:
             raise errors.NotAProcess(
-                f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt suspend {group}", pid=pid
+                f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt {self.command} {group}", pid=pid
             )
         raise errors.NoSuchProcess(f"there is no process {pid}", hint="gpuckpt ps lists what can be suspended", pid=pid)
 
@@ -333,7 +337,7 @@ class LocalWorld:
             if os.geteuid() not in (0, uid):
                 raise errors.PermissionDenied(
                     f"pid {pid} ({processes.command(pid)}) belongs to {processes.user_name(uid)}; nothing was touched",
-                    hint=f"sudo gpuckpt suspend {pid}",
+                    hint=f"sudo gpuckpt {self.command} {pid}",
                     pid=pid,
                 )
         names = ", ".join(f"{p} ({processes.command(p)})" for p in targets)
@@ -351,7 +355,7 @@ class LocalWorld:
             return 0, None, []
         rooms: dict[str, tuple[HostRoom, int]] = {}
         for p in going:
-            for room in host.host_rooms(p.pid, self._root):
+            for room in host.host_rooms(p.pid, self.root):
                 known = rooms.get(room.limit)
                 rooms[room.limit] = (room, (known[1] if known else 0) + plan.image_need_bytes(p.gpus))
         short = [
@@ -364,7 +368,7 @@ class LocalWorld:
             for room, need in rooms.values()
             if need > room.available_bytes
         ]
-        ray = host.ray_monitor(going[0].pid, self._root)
+        ray = host.ray_monitor(going[0].pid, self.root)
         if ray is not None and ray.would_kill(needed):
             short.append(
                 Hazard(

@@ -76,18 +76,18 @@ class Operation(Walk):
         *wished* maps GPUs (old UUID to new), *to_gpu* names one GPU for a group that was on one.
         """
         with self.step("inspect"):
-            record, inventory = self._group_to_resume(targets)
+            record, known, inventory = self._group_to_resume(targets)
         if record is None:
             return self._already(inventory)
         self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
         self.claims.append(self._claim(record.found))
-        fresh = [r for r in self.world.journal.records() if r.id == record.id]
-        if fresh and self._timeless(fresh[0]) != self._timeless(record):
+        fresh = {r.id: self._timeless(r) for r in self.world.journal.records()}
+        if any(fresh.get(r.id) != self._timeless(r) for r in known):
             self.release()
             return self.resume(targets, wished=wished, to_gpu=to_gpu, wait_s=wait_s)  # another command was at it while we waited
         self.record = record
         self.look()
-        if not fresh and not any(s in (State.CHECKPOINTED, State.LOCKED) for s in self.now.values()):
+        if not known and not any(s in (State.CHECKPOINTED, State.LOCKED) for s in self.now.values()):
             return self._already(inventory)
         self._refuse_stopped()
         self.world.journal.prepare()
@@ -96,6 +96,8 @@ class Operation(Walk):
             room.claim(self, gpu_map, until=self.world.now() + wait_s)
         self.check_interruption()
         self.save(required=True, status=Status.RESUMING)
+        for merged in known[1:]:
+            self.world.journal.remove(merged.id)
         failures = self.walk(dict.fromkeys(self.record.found, State.RUNNING), gpu_map=gpu_map)
         return self._settle(failures, dict.fromkeys(self.record.found, State.RUNNING))
 
@@ -135,14 +137,14 @@ class Operation(Walk):
 
     def preview_resume(self, targets: Sequence[int], *, wished: Mapping[str, str] | None = None, to_gpu: str = "") -> Report:
         """What :meth:`resume` would do, and whether there is room for it now. Touches nothing."""
-        record, inventory = self._group_to_resume(targets)
+        record, _, inventory = self._group_to_resume(targets)
         if record is None:
             return self._previewed((), inventory.processes, refused=None, gpu_bytes_needed={}, gpu_bytes_free={}, gpu_map={})
         self.record = record
         self.look()
         gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
         need = room.need(self, gpu_map)
-        short = plan.shortages(need, {}, self.world.gpus())
+        short = room.shortages(self, need, gpu_map)
         found = [p for p in self._report(ok=True).processes if p.state != "gone"]
         report = self._previewed(
             plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING)),
@@ -222,8 +224,9 @@ class Operation(Walk):
     def _claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
         return self.world.claim(sorted(processes), self.deadline if until is None else until)
 
-    def _group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, Inventory]:
-        """The journal's group where it knows one, else what the driver says of the targets' group."""
+    def _group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, list[Record], Inventory]:
+        """The journal's group where it knows one, else what the driver says of the targets' group; and the records it came from,
+        of which the first lends it the id. Writes nothing."""
         known = [r for r in self.world.journal.records() if any(m.id.pid in targets for m in r.members)]
         known = [r for r in known if any(self._is(m) for m in r.members)]
         rest = [t for t in targets if not any(m.id.pid == t for r in known for m in r.members)]
@@ -243,16 +246,10 @@ class Operation(Walk):
                 elif p.state is not State.RUNNING:
                     self.refuse(inventory)
         if not members:
-            return None, inventory
+            return None, [], inventory
         first = known[0] if known else Record(Status.SUSPENDED, (), inventory.gpus, by="another tool")
-        retained = {uuid: nbytes for r in known for uuid, nbytes in r.retained.items()}
-        record = dataclasses.replace(first, members=tuple(members.values()), retained=retained)
-        if len(known) > 1:
-            self.world.journal.prepare()
-            self.world.journal.save(record)
-            for other in known[1:]:
-                self.world.journal.remove(other.id)
-        return record, inventory
+        retained = _sum(r.retained for r in known)
+        return dataclasses.replace(first, members=tuple(members.values()), retained=retained), known, inventory
 
     def _is(self, member: Member) -> bool:
         return self.world.states([member.id])[member.id] is not State.GONE
@@ -275,7 +272,7 @@ class Operation(Walk):
         )
         on = {g.uuid for m in members for g in m.gpus}
         self.now = {p.id: p.state for p in inventory.processes}
-        retained = {uuid: nbytes for r in older for uuid, nbytes in r.retained.items()}
+        retained = _sum(r.retained for r in older)
         self.record = Record(
             Status.SUSPENDING,
             members,
@@ -291,7 +288,14 @@ class Operation(Walk):
     def _reinspect(self, targets: Sequence[int], tree: bool) -> None:
         """Everything is locked: a CUDA process born since the inspection, or a death, ends the operation."""
         with self.step("re-inspect"):
-            inventory = self.world.inspect([t for t in targets if t in {p.pid for p in self.now}] or [p.pid for p in self.now], tree=tree)
+            try:
+                inventory = self.world.inspect(
+                    [t for t in targets if t in {p.pid for p in self.now}] or [p.pid for p in self.now], tree=tree
+                )
+            except (errors.NoSuchProcess, errors.NoCudaState) as e:
+                raise errors.Aborted(
+                    f"pid {e.pid} ended while its group was being locked; nothing was checkpointed", pid=e.pid, step="re-inspect"
+                ) from e
         for p in inventory.processes:
             if p.id not in self.now:
                 raise errors.Aborted(
@@ -476,6 +480,15 @@ class Operation(Walk):
                     hint="when it has ended: gpuckpt recover",
                     pid=m.id.pid,
                 )
+
+
+def _sum(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Retained bytes by GPU, of several records together."""
+    total: dict[str, int] = {}
+    for record in retained:
+        for uuid, nbytes in record.items():
+            total[uuid] = total.get(uuid, 0) + nbytes
+    return total
 
 
 def _member(p: GpuProcess) -> Member:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpuckpt import errors
 from gpuckpt.inspect import processes
@@ -51,7 +52,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     warnings = [void_words(r) for r in void] + world.journal.unreadable()
     members = {m.id: (r, m) for r in records for m in r.members}
 
-    wanted = set(procs) if not targets else _reach(targets, procs, records)
+    wanted = set(procs) if not targets else _reach(targets, procs, records, world.root)
     loaded = world.devices.loaded([p for p in wanted if p in procs and p != world.me.pid])
     contexts = world.devices.contexts(list(loaded))
     busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and _claimed(world, p.id)}
@@ -93,10 +94,10 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     return Overview(gpus, tuple(rows), tuple(warnings))
 
 
-def _reach(targets: Sequence[int], procs: dict[int, processes.Proc], records: Sequence[Record]) -> set[int]:
+def _reach(targets: Sequence[int], procs: dict[int, processes.Proc], records: Sequence[Record], root: Path) -> set[int]:
     found = set(targets)
     for t in targets:
-        found |= set(processes.relatives(t, procs))
+        found |= set(processes.relatives(t, procs, root))
     for r in records:
         if any(m.id.pid in targets for m in r.members):
             found |= {m.id.pid for m in r.members}

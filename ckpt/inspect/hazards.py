@@ -21,7 +21,7 @@ PINNING_FILES = {
 _NCCL_SOCKET = re.compile(r"@tmp/nccl-socket-(\d+)-(\w+)")
 
 
-def of_process(process: GpuProcess, proc: Proc) -> list[Hazard]:
+def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT) -> list[Hazard]:
     """Hazards that one process carries alone."""
     found = []
     if proc.stopped:
@@ -33,7 +33,7 @@ def of_process(process: GpuProcess, proc: Proc) -> list[Hazard]:
                 process.pid,
             )
         )
-    elif processes.frozen(process.pid):
+    elif processes.frozen(process.pid, root):
         found.append(
             Hazard(
                 "stopped",
