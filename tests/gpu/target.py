@@ -57,7 +57,7 @@ def check() -> dict[str, object]:
     total = 0
     for i, t in enumerate(chunks):
         with torch.cuda.stream(streams[i % 4]):
-            total = (total * 1000003 + int(t.to(torch.int64).sum().item())) % (1 << 61)
+            total = (total * 1000003 + int(t.sum(dtype=torch.int64).item())) % (1 << 61)
     replay = 0
     for graph, y in zip(graphs, outputs, strict=True):
         graph.replay()
