@@ -66,10 +66,14 @@ def timeline(document: dict[str, Any]) -> str:
         parts += [text(left - 10, y + 17, command, "title end")]
         parts += [box(left, y, rest * scale, 24, "a", f"the rest: {rest:.2f} s")]
         parts += [box(left + rest * scale, y, steps[moving] * scale, 24, "driver", f"{moving}: {steps[moving]:.2f} s")]
-        parts += [f'<text x="{left + rest * scale + 10:.1f}" y="{y + 17}" style="fill:#fff">{moving} {steps[moving]:.1f} s: the driver</text>']
+        parts += [
+            f'<text x="{left + rest * scale + 10:.1f}" y="{y + 17}" style="fill:#fff">{moving} {steps[moving]:.1f} s: the driver</text>'
+        ]
         # the rest, enlarged
         wide = 420.0
-        parts += [f'<polygon class="zoom" points="{left},{y + 24} {left + rest * scale:.1f},{y + 24} {left + wide},{y + 44} {left},{y + 44}"/>']
+        parts += [
+            f'<polygon class="zoom" points="{left},{y + 24} {left + rest * scale:.1f},{y + 24} {left + wide},{y + 44} {left},{y + 44}"/>'
+        ]
         x = float(left)
         for (name, seconds), css in zip(shown.items(), ("d", "a", "b", "c", "b", "d"), strict=False):
             width = seconds / sum(shown.values()) * wide
@@ -80,7 +84,14 @@ def timeline(document: dict[str, Any]) -> str:
         y += 104
     m = document["machine"]
     gib = max(r["gpu_bytes"] for r in runs) / 2**30
-    parts += [text(left, y + 2, f"torch process, {gib:.1f} GiB on the GPU, median of {len(runs)} cycles · {m['gpu']}, driver {m['driver']}", "small")]
+    parts += [
+        text(
+            left,
+            y + 2,
+            f"torch process, {gib:.1f} GiB on the GPU, median of {len(runs)} cycles · {m['gpu']}, driver {m['driver']}",
+            "small",
+        )
+    ]
     return svg(720, y + 14, "Where the seconds of a suspend and a resume go", parts)
 
 
@@ -108,7 +119,10 @@ def memory(document: dict[str, Any]) -> str:
     parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>']
     parts += [text(left + (2 * i + 1) * width, bottom + 16, str(i + 1), "small middle") for i in range(len(runs))]
     parts += [text(left - 8, top - 14, "GiB", "small end"), text(right, bottom + 32, "cycle: running, then suspended", "small end")]
-    parts += [f'<line class="gpu" x1="{left}" x2="{left + 22}" y1="{top - 18}" y2="{top - 18}"/>', text(left + 28, top - 14, "GPU memory used")]
+    parts += [
+        f'<line class="gpu" x1="{left}" x2="{left + 22}" y1="{top - 18}" y2="{top - 18}"/>',
+        text(left + 28, top - 14, "GPU memory used"),
+    ]
     parts += [
         f'<line class="host" x1="{left + 170}" x2="{left + 192}" y1="{top - 18}" y2="{top - 18}"/>',
         text(left + 198, top - 14, "host memory of the process (RSS)"),
@@ -124,9 +138,10 @@ def median(runs: Sequence[dict[str, Any]], key: str) -> float:
 
 def run() -> str:
     """A terminal, as it looks: the real commands, on real processes, with simulated GPUs."""
-    from gpuckpt.driver.simulated_store import SimulatedWorldDir
     from rich.console import Console
     from rich.text import Text
+
+    from gpuckpt.driver.simulated_store import SimulatedWorldDir
 
     command = str(Path(sys.executable).parent / "gpuckpt")
     console = Console(record=True, width=112, file=open(os.devnull, "w"), color_system="truecolor")  # noqa: SIM115
@@ -136,8 +151,10 @@ def run() -> str:
         (place / "train.py").write_text("from gpuckpt.driver.simtarget import main\nmain(['--gib', '20', '--daemon'])\n")
         environ = {
             **{k: v for k, v in os.environ.items() if k != "NO_COLOR"},
-            **{"GPUCKPT_SIMULATE": str(place / "world"), "GPUCKPT_STATE_DIR": str(place / "state")},
-            **{"FORCE_COLOR": "1", "COLUMNS": "112"},
+            "GPUCKPT_SIMULATE": str(place / "world"),
+            "GPUCKPT_STATE_DIR": str(place / "state"),
+            "FORCE_COLOR": "1",
+            "COLUMNS": "112",
         }
         target = subprocess.Popen(
             [sys.executable, "train.py"],

@@ -72,7 +72,9 @@ def figures() -> str:
             f"| small torch process, the driver's calls alone (time inside them) | {alone['Lock'] + alone['Checkpoint']:.2f} s | "
             f"| {alone['Restore'] + alone['Unlock']:.2f} s | {source('overhead')} |"
         )
-        rows.append(f"| the same process, `gpuckpt` (the whole command) | {ours['suspend_wall']:.2f} s | | {ours['resume_wall']:.2f} s | {source('overhead')} |")
+        rows.append(
+            f"| the same process, `gpuckpt` (the whole command) | {ours['suspend_wall']:.2f} s | | {ours['resume_wall']:.2f} s | {source('overhead')} |"
+        )
     return "\n".join([*rows, "", *machine(), *notes])
 
 
