@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from gpuckpt import errors, plan
-from gpuckpt.driver.api import Devices
+from gpuckpt.driver.api import OLDEST_CUDA, Devices
 from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
@@ -122,6 +122,7 @@ class LocalWorld:
 
     def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
         self.callers.warm()
+        self._check_driver()
         gpus = self.devices.gpus()
         held = self.devices.processes()
         procs = processes.table()
@@ -308,6 +309,15 @@ class LocalWorld:
         self.wait((), min(until, self.now() + _POLL_S))
 
     # Saying no.
+
+    def _check_driver(self) -> None:
+        version = self.devices.version()
+        if version.cuda < OLDEST_CUDA:
+            raise errors.DriverTooOld(
+                f"the NVIDIA driver {version.package} (CUDA {version.cuda[0]}.{version.cuda[1]}) cannot checkpoint processes: that takes "
+                f"CUDA {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]}; nothing was touched",
+                hint="update the NVIDIA driver to 570 or newer; gpuckpt doctor explains",
+            )
 
     def _check_target(self, pid: int, procs: dict[int, Proc]) -> None:
         if pid in procs:

@@ -9,6 +9,9 @@ from typing import Protocol
 from gpuckpt.model import Gpu, State
 
 
+OLDEST_CUDA = (12, 8)  # driver 570, the first with cuCheckpointProcess*
+
+
 @dataclass(frozen=True, slots=True)
 class DriverVersion:
     """``cuda`` as (13, 0); ``package`` as "580.159.04", "" where nobody tells."""
