@@ -8,7 +8,6 @@ from typing import Protocol
 
 from gpuckpt.model import Gpu, State
 
-
 OLDEST_CUDA = (12, 8)  # driver 570, the first with cuCheckpointProcess*
 
 
