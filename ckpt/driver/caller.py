@@ -86,6 +86,7 @@ class Callers:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # callers may outlive us by hours: whoever reads our output must see it end
             env=environ,
             start_new_session=True,
         )
