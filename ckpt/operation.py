@@ -48,68 +48,71 @@ class Operation(Walk):
 
     def suspend(self, targets: Sequence[int], *, tree: bool = True) -> Report:
         """Checkpoint the group of *targets*. Raises a :class:`GpuckptError` whose ``report`` tells how each process was left."""
-        inventory = self._inspect(targets, tree)
-        self.set_deadline(sum(p.nbytes for p in inventory.processes))
-        inventory = self._claim_group(inventory, targets, tree)
-        if all(p.state is State.CHECKPOINTED for p in inventory.processes):
-            return self._already(inventory)
-        self.refuse(inventory)
-        self.world.journal.prepare()
-        superseded = self._begin(inventory)
-        try:
-            self.walk(dict.fromkeys(self.now, State.CHECKPOINTED), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
-            self.check_interruption()
-            with self.step("verify"):
-                self._verify()
-        except GpuckptError as cause:
-            self._undo(cause)
-        except BaseException as cause:  # noqa: BLE001 - whatever broke, the processes go back first
-            self._undo(GpuckptError(f"{type(cause).__name__}: {cause}"))
-        self.save(status=Status.SUSPENDED)
-        for record in superseded:
-            self.world.journal.remove(record.id)
-        return self._finish()
+        with self.holding():
+            inventory = self._inspect(targets, tree)
+            self.set_deadline(sum(p.nbytes for p in inventory.processes))
+            inventory = self._claim_group(inventory, targets, tree)
+            if all(p.state is State.CHECKPOINTED for p in inventory.processes):
+                return self._already(inventory)
+            self.refuse(inventory)
+            self.world.journal.prepare()
+            superseded = self._begin(inventory)
+            try:
+                self.walk(dict.fromkeys(self.now, State.CHECKPOINTED), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
+                self.check_interruption()
+                with self.step("verify"):
+                    self._verify()
+            except GpuckptError as cause:
+                self._undo(cause)
+            except BaseException as cause:  # noqa: BLE001 - whatever broke, the processes go back first
+                self._undo(GpuckptError(f"{type(cause).__name__}: {cause}"))
+            self.save(status=Status.SUSPENDED)
+            for record in superseded:
+                self.world.journal.remove(record.id)
+            return self._finish()
 
     def resume(self, targets: Sequence[int], *, wished: Mapping[str, str] | None = None, to_gpu: str = "", wait_s: float = 0.0) -> Report:
         """Restore the group of *targets*, once every GPU has room, waiting up to *wait_s* for it.
 
         *wished* maps GPUs (old UUID to new), *to_gpu* names one GPU for a group that was on one.
         """
-        with self.step("inspect"):
-            record, inventory = self._group_to_resume(targets)
-        if record is None:
-            return self._already(inventory)
-        self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
-        self.claims.append(self._claim(record.found))
-        fresh = [r for r in self.world.journal.records() if r.id == record.id]
-        if fresh and self._timeless(fresh[0]) != self._timeless(record):
-            self.release()
-            return self.resume(targets, wished=wished, to_gpu=to_gpu, wait_s=wait_s)  # another command was at it while we waited
-        self.record = record
-        self.look()
-        if not fresh and not any(s in (State.CHECKPOINTED, State.LOCKED) for s in self.now.values()):
-            return self._already(inventory)
-        self._refuse_stopped()
-        self.world.journal.prepare()
-        gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
-        if any(s is State.CHECKPOINTED for s in self.now.values()):
-            room.claim(self, gpu_map, until=self.world.now() + wait_s)
-        self.check_interruption()
-        self.save(required=True, status=Status.RESUMING)
-        failures = self.walk(dict.fromkeys(self.record.found, State.RUNNING), gpu_map=gpu_map)
-        return self._settle(failures, dict.fromkeys(self.record.found, State.RUNNING))
+        with self.holding():
+            with self.step("inspect"):
+                record, inventory = self._group_to_resume(targets)
+            if record is None:
+                return self._already(inventory)
+            self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
+            self.claims.append(self._claim(record.found))
+            fresh = [r for r in self.world.journal.records() if r.id == record.id]
+            if fresh and self._timeless(fresh[0]) != self._timeless(record):
+                self.release()
+                return self.resume(targets, wished=wished, to_gpu=to_gpu, wait_s=wait_s)  # another command was at it while we waited
+            self.record = record
+            self.look()
+            if not fresh and not any(s in (State.CHECKPOINTED, State.LOCKED) for s in self.now.values()):
+                return self._already(inventory)
+            self._refuse_stopped()
+            self.world.journal.prepare()
+            gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
+            if any(s is State.CHECKPOINTED for s in self.now.values()):
+                room.claim(self, gpu_map, until=self.world.now() + wait_s)
+            self.check_interruption()
+            self.save(required=True, status=Status.RESUMING)
+            failures = self.walk(dict.fromkeys(self.record.found, State.RUNNING), gpu_map=gpu_map)
+            return self._settle(failures, dict.fromkeys(self.record.found, State.RUNNING))
 
     def recover(self, record: Record) -> Report:
         """Finish or undo the operation that *record* tells of. Nothing happens to a record that needs nothing."""
-        self.record = record
-        self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
-        self.claims.append(self._claim(record.found, until=self.world.now()))
-        self.look()
-        goal = plan.recovery_goal(record.status, record.found, self.now)
-        self._refuse_stopped()
-        if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
-            room.claim(self, {}, until=self.world.now())
-        return self._settle(self.walk(goal), goal)
+        with self.holding():
+            self.record = record
+            self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
+            self.claims.append(self._claim(record.found, until=self.world.now()))
+            self.look()
+            goal = plan.recovery_goal(record.status, record.found, self.now)
+            self._refuse_stopped()
+            if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
+                room.claim(self, {}, until=self.world.now())
+            return self._settle(self.walk(goal), goal)
 
     def preview(self, targets: Sequence[int], *, tree: bool = True) -> Report:
         """What :meth:`suspend` would do; ``details["plan"]`` has it. Touches nothing."""
@@ -442,10 +445,6 @@ class Operation(Walk):
         )
 
     def _close(self, outcome: str) -> None:
-        for guard in self.guards.values():
-            guard.release()
-        self.guards.clear()
-        self.release()
         self.world.journal.audit(
             command=self.command,
             by=self.world.user,

@@ -274,6 +274,18 @@ class Walk:
         finally:
             self.steps.append(Step(str(name), round(self.world.now() - begun, 4)))
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Locks that nobody came to want are undone and claims given back at the end, however it comes: we may be part of a program
+        that lives on, and the next group's restore waits for the same GPU."""
+        try:
+            yield
+        finally:
+            for guard in self.guards.values():
+                guard.release()
+            self.guards.clear()
+            self.release()
+
     def release(self) -> None:
         for claim in reversed(self.claims):
             claim.release()
