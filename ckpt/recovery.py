@@ -18,7 +18,8 @@ def unfinished(world: World) -> list[Record]:
     found = []
     for record in world.journal.records():
         states = world.states(m.id for m in record.members)
-        whole = record.status is Status.SUSPENDED and all(states[m.id] is State.CHECKPOINTED or m.lost for m in record.members)
+        alive = [m for m in record.members if states[m.id] is not State.GONE]
+        whole = record.status is Status.SUSPENDED and alive and all(states[m.id] is State.CHECKPOINTED or m.lost for m in alive)
         marked = any(m.waiting for m in record.members)
         if not whole or marked:
             found.append(record)
@@ -34,6 +35,8 @@ def recover_all(world: World, tell: Callable[[Progress], None] | None = None) ->
             report = operation.recover(record)
         except GpuckptError as e:
             report = e.report or Report("recover", False, world.simulated, error=e.as_dict())
+        if report is None:
+            continue
         reports.append(dataclasses.replace(report, details={"recovered": words(record, operation)}))
     return reports
 

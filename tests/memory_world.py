@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
 from gpuckpt.driver.api import CallError
+from gpuckpt.journal import Record, counting
 from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, Inventory, ProcessId, State
 from tests.memory_machine import PLAIN, Claim, DriverCall, Fault, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-
-    from gpuckpt.journal import Record
 
 STATE_DEADLINE_S = 2.0
 _serial = itertools.count(1)
@@ -42,13 +41,14 @@ class MemoryJournal:
         self._check()
         self._world.machine.records[record.id] = record
 
-    def remove(self, record_id: str) -> None:
-        self._world.point("remove")
-        self._world.machine.records.pop(record_id, None)
+    def remove(self, *record_ids: str) -> None:
+        for record_id in record_ids:
+            self._world.point("remove")
+            self._world.machine.records.pop(record_id, None)
 
     def records(self) -> list[Record]:
         self._world.point("records")
-        return sorted(self._world.machine.records.values(), key=lambda r: r.id)
+        return counting(sorted(self._world.machine.records.values(), key=lambda r: r.id))
 
     def audit(self, **line: Any) -> None:
         self._world.point("audit")
