@@ -113,9 +113,13 @@ class Operation(Walk):
             self.look()
             goal = plan.recovery_goal(record.status, record.found, self.now)
             self._refuse_stopped()
-            if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
-                room.claim(self, {}, until=self.world.now())
-            return self._settle(self.walk(goal), goal)
+            reachable, blocked = self._with_room(goal, wait_s=0.0)
+            failures = self.walk(reachable)
+            if blocked is not None and not failures:
+                self._end(
+                    errors.NotAsFound(blocked.message, hint="when there is room: gpuckpt recover", gpu=blocked.gpu, step="room"), goal
+                )
+            return self._settle(failures, goal)
 
     def preview(self, targets: Sequence[int], *, tree: bool = True) -> Report:
         """What :meth:`suspend` would do; ``details["plan"]`` has it. Touches nothing."""
@@ -215,13 +219,12 @@ class Operation(Walk):
     def _claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
         """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
         while True:
-            claim = self._claim([p.id for p in inventory.processes])
+            self.claims.append(self._claim(p.id for p in inventory.processes))
             states = self.world.states(p.id for p in inventory.processes)
             together = self._suspended_with(states)
             if not together and all(states[p.id] is p.state for p in inventory.processes):
-                self.claims.append(claim)
                 return inventory, targets
-            claim.release()
+            self.release()
             self.check_interruption()
             self.check_deadline("inspect")
             targets = [*targets, *together]
@@ -235,8 +238,7 @@ class Operation(Walk):
             if any(m.id in group for m in record.members):
                 if outside and record.status is not Status.SUSPENDED:
                     raise errors.Refused(
-                        f"pid {outside[0]} takes part in a {record.status.removesuffix('ing')} that was left in the middle; "
-                        "nothing was touched",
+                        f"pid {outside[0]} is part of the same group, which was left in the middle ({record.status}); nothing was touched",
                         hint="gpuckpt recover",
                         pid=outside[0],
                     )
@@ -299,14 +301,13 @@ class Operation(Walk):
         """Write the record that recovery would need, in place of what older ones say."""
         ids = {p.id for p in inventory.processes}
         older = [r for r in self.world.journal.records() if any(m.id in ids for m in r.members)]
-        unfinished = {m.id: m.found for r in older if r.status is not Status.SUSPENDED for m in r.members}
+        now = {p.id: p.state for p in inventory.processes}
+        belongs = {p: state for r in older for p, state in plan.recovery_goal(r.status, r.found, now).items()}
         recorded = {m.id: m for r in older for m in r.members}
         members = []
         for p in inventory.processes:
             before = recorded.get(p.id, _member(p))
-            members.append(
-                dataclasses.replace(_member(p), found=unfinished.get(p.id, p.state), gpus=p.gpus or before.gpus, lost=before.lost)
-            )
+            members.append(dataclasses.replace(_member(p), found=belongs.get(p.id, p.state), gpus=p.gpus or before.gpus, lost=before.lost))
         on = {g.uuid for m in members for g in m.gpus}
         gpus = {g.uuid: g for g in (*(g for r in older for g in r.gpus), *inventory.gpus)}
         self.record = Record(
@@ -318,7 +319,7 @@ class Operation(Walk):
             controller=self.world.me,
             replaces=tuple(i for r in older for i in (*r.replaces, r.id)),
         )
-        self.now = {p.id: p.state for p in inventory.processes}
+        self.now = now
         self.used_before, self.others_before = self.usage()
         for p in inventory.processes:
             for g in p.gpus:
@@ -379,13 +380,7 @@ class Operation(Walk):
         self.save()
         self.look()
         goal = {p: s for p, s in self.record.found.items() if self.now.get(p) in plan.DEPTH}
-        blocked: GpuckptError | None = None
-        if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
-            try:
-                room.claim(self, {}, until=self.world.now() + UNDO_WAIT_S)
-            except GpuckptError as e:
-                blocked = e
-                goal = {p: s if self.now[p] is not State.CHECKPOINTED else State.CHECKPOINTED for p, s in goal.items()}
+        goal, blocked = self._with_room(goal, wait_s=UNDO_WAIT_S)
         failures = self.walk(goal)
         worse = self._worst([f for f in failures if self.now[f.process] is not State.GONE])
         if worse is None and blocked is not None:
@@ -395,9 +390,27 @@ class Operation(Walk):
                 pid=cause.pid,
                 step=cause.step,
             )
+        left = [p for p, state in self.record.found.items() if self.now[p] not in (state, State.GONE)]
+        if worse is None and cause.exit_code != 3 and left:
+            worse = errors.InFlight(
+                f"{cause.message}; and {self.world.describe(left[0].pid)} could not be taken back: "
+                f"the driver says that it is {self.now[left[0]]}",
+                hint="gpuckpt recover",
+                pid=left[0].pid,
+                step=cause.step,
+            )
         if worse is not None and worse is not cause:
             worse.add_note(f"after: {cause.message}")
         self._end(worse or cause, self.record.found)
+
+    def _with_room(self, goal: dict[ProcessId, State], wait_s: float) -> tuple[dict[ProcessId, State], GpuckptError | None]:
+        """*goal*, its GPUs held and with room; or what of it needs no room, and why there is none."""
+        if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
+            try:
+                room.claim(self, {}, until=self.world.now() + wait_s)
+            except GpuckptError as e:
+                return {p: State.CHECKPOINTED if self.now[p] is State.CHECKPOINTED else s for p, s in goal.items()}, e
+        return goal, None
 
     def _settle(self, failures: list[Failure], goal: Mapping[ProcessId, State]) -> Report:
         """After a resume or a recovery: done, or the first failure. A process that ended is no failure while others are left."""
@@ -426,22 +439,16 @@ class Operation(Walk):
         return errors.NotAsFound(worst.message, hint=worst.hint or "gpuckpt recover", pid=worst.pid, step=worst.step)
 
     def _write_down(self, goal: Mapping[ProcessId, State]) -> None:
-        """Leave the journal telling the truth: who is suspended, or what is unfinished, and nothing of processes that run."""
+        """Leave the journal telling the truth: who is suspended or lost, or what is unfinished, and nothing of processes that run."""
         assert self.record is not None
-        down = [m for m in self.record.members if self.now.get(m.id) in (State.CHECKPOINTED, State.GONE)]
-        if self._not_as(goal):
-            if self.command != "suspend" and all(m in down for m in self.record.members):
-                self.save(status=Status.SUSPENDED)
-        elif any(self.now.get(m.id) is State.CHECKPOINTED for m in down):
+        down = [m for m in self.record.members if m.lost or self.now.get(m.id) in (State.CHECKPOINTED, State.GONE)]
+        unfinished = any(self.now.get(p) not in (s, State.GONE) for p, s in goal.items())
+        if unfinished and (self.command == "suspend" or len(down) < len(self.record.members)):
+            return  # the record says so
+        if any(self.now.get(m.id, State.GONE) is not State.GONE for m in down):
             self.save(status=Status.SUSPENDED, members=tuple(down))
         else:
             self.world.journal.remove(*self.record.replaces, self.record.id)
-
-    def _not_as(self, goal: Mapping[ProcessId, State]) -> list[ProcessId]:
-        """Live processes that are not where *goal* wants them, the lost among them."""
-        assert self.record is not None
-        lost = [m.id for m in self.record.members if m.lost and self.now.get(m.id, State.CHECKPOINTED) is not State.GONE]
-        return lost + [p for p, s in goal.items() if self.now.get(p) not in (s, State.GONE)]
 
     def _end(self, error: GpuckptError, goal: Mapping[ProcessId, State]) -> NoReturn:
         """Write down how things are against *goal*, attach the report, raise *error*."""

@@ -37,11 +37,11 @@ def recover_all(world: World, tell: Callable[[Progress], None] | None = None) ->
             report = e.report or Report("recover", False, world.simulated, error=e.as_dict())
         if report is None:
             continue
-        reports.append(dataclasses.replace(report, details={"recovered": words(record, operation)}))
+        reports.append(dataclasses.replace(report, details={"recovered": words(record, operation, report.ok)}))
     return reports
 
 
-def words(record: Record, operation: Operation) -> str:
+def words(record: Record, operation: Operation, ok: bool) -> str:
     """What became of *record*, for a person."""
     states = operation.now
     names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
@@ -49,7 +49,9 @@ def words(record: Record, operation: Operation) -> str:
         return f"{names}: ended; the entry was removed"
     if record.status is Status.SUSPENDED:
         return f"{names}: {', '.join(sorted({str(s) for s in states.values()}))}"
-    down = all(s in (State.CHECKPOINTED, State.GONE) for s in states.values())
     verb = {Status.SUSPENDING: "suspend", Status.UNDOING: "suspend", Status.RESUMING: "resume"}[record.status]
+    if not ok:
+        return f"{names}: the {verb} stays in the middle"
+    down = all(s in (State.CHECKPOINTED, State.GONE) for s in states.values())
     finished = down == (verb == "suspend")
     return f"{names}: the {verb} was {'finished' if finished else 'undone'}"

@@ -221,12 +221,17 @@ class Walk:
                 self.record = self.record.with_member(process, waiting="")
 
     def usage(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes used on each GPU, and by processes outside the group."""
-        used = {g.uuid: g.total_bytes - g.free_bytes for g in self.world.gpus() if g.total_bytes and g.free_bytes is not None}
+        """Bytes used on each GPU, and by processes outside the group: of one moment, or somebody's allocation would count as ours."""
+        held = self.world.held()
+        for _ in range(3):
+            gpus, before, held = self.world.gpus(), held, self.world.held()
+            if held == before:
+                break
+        used = {g.uuid: g.total_bytes - g.free_bytes for g in gpus if g.total_bytes and g.free_bytes is not None}
         mine, others = {p.pid for p in self.now}, dict.fromkeys(used, 0)
-        for pid, held in self.world.held().items():
+        for pid, on in held.items():
             if pid not in mine:
-                for uuid, nbytes in held.items():
+                for uuid, nbytes in on.items():
                     others[uuid] = others.get(uuid, 0) + (nbytes or 0)
         return used, others
 
@@ -274,8 +279,7 @@ class Walk:
         if self.record is not None and not message:
             on = {g.uuid for m in self.record.members for g in m.gpus}
             start = sum(g.nbytes or 0 for m in self.record.members for g in m.gpus)
-            used = {g.uuid: g.total_bytes - g.free_bytes for g in self.world.gpus() if g.total_bytes and g.free_bytes is not None}
-            others = self.usage()[1]
+            used, others = self.usage()
             now = sum(max(0, used.get(u, 0) - others.get(u, 0)) for u in on)
         self._tell(Progress(str(step), message, now, start))
 

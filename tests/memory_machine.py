@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 from gpuckpt.driver.api import CallError
 from gpuckpt.driver.caller import Outcome
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu
+from gpuckpt.journal import Record, counting
 from gpuckpt.model import GIB, Call, ProcessId, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gpuckpt.journal import Record
-
-GPU_GIB = 80
 QUICK_S = 0.01  # a lock or unlock
 SLOW_S = 1.0  # a checkpoint or restore
 
@@ -147,8 +145,8 @@ class Machine:
     _serial: Any = field(default_factory=itertools.count)
 
     @classmethod
-    def of(cls, gpus: int) -> Machine:
-        return cls(Rules.of([SimulatedGpu(f"GPU-{i}", i, total_bytes=GPU_GIB * GIB) for i in range(gpus)]))
+    def of(cls, gpus: int, gpu_gib: int) -> Machine:
+        return cls(Rules.of([SimulatedGpu(f"GPU-{i}", i, total_bytes=gpu_gib * GIB) for i in range(gpus)]))
 
     # Time.
 
@@ -165,6 +163,10 @@ class Machine:
             due, _, do = heapq.heappop(self._events)
             self.clock = max(self.clock, due)
             do()
+
+    def counting(self) -> list[Record]:
+        """The journal as every command reads it."""
+        return counting(sorted(self.records.values(), key=lambda r: r.id))
 
     # Driver calls.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
 from gpuckpt.driver.api import CallError
-from gpuckpt.journal import Record, counting
+from gpuckpt.journal import Record
 from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, Inventory, ProcessId, State
 from tests.memory_machine import PLAIN, Claim, DriverCall, Fault, Machine
 
@@ -48,7 +48,7 @@ class MemoryJournal:
 
     def records(self) -> list[Record]:
         self._world.point("records")
-        return counting(sorted(self._world.machine.records.values(), key=lambda r: r.id))
+        return self._world.machine.counting()
 
     def audit(self, **line: Any) -> None:
         self._world.point("audit")

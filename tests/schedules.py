@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
+from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError, exit_code
-from gpuckpt.model import GIB, Call, ProcessId, Report, State
+from gpuckpt.model import GIB, Report, State
 from gpuckpt.operation import Operation
 from gpuckpt.recovery import recover_all
 from tests.memory_machine import Fault, Machine
 from tests.memory_world import Crash, MemoryWorld
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 ACCEPT = frozenset({"possible-import", "nccl-communicator"})
 FIRST_PID = 101
+ROOMY_GIB = 80
+TIGHT_GIB = 12
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ class Schedule:
     processes: tuple[Proc, ...]
     steps: tuple[Step, ...]
     gpus: int = 2
+    gpu_gib: int = ROOMY_GIB
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Played:
     reports: list[Report]
     before: dict[int, State]
     after: dict[int, State]
-    disturbed: bool  # another command ran meanwhile
+    disturbed: bool  # another command ran meanwhile, or a call of an earlier one
     points: int = 0
     error: GpuckptError | None = None
 
@@ -94,14 +94,18 @@ class Player:
     machine: Machine
     schedule: Schedule
     ran: set[str] = field(default_factory=set)  # commands of all controllers
+    disturbed: bool = False
 
     @classmethod
     def of(cls, schedule: Schedule) -> Player:
-        machine = Machine.of(schedule.gpus)
+        machine = Machine.of(schedule.gpus, schedule.gpu_gib)
         for number, p in enumerate(schedule.processes):
             pid = FIRST_PID + number
             held = {f"GPU-{g % schedule.gpus}": p.gib * GIB for g in p.gpus}
-            machine.rules.register(pid, 1, held, {p.trait} - {""})
+            try:
+                machine.rules.register(pid, 1, held, {p.trait} - {""})
+            except CallError:  # no room for it
+                continue
             machine.groups[pid] = p.group
             machine.busy_until[pid] = p.busy_s
             if p.found is not State.RUNNING:
@@ -116,12 +120,12 @@ class Player:
         machine = self.machine
         pending = sorted(step.events, key=lambda e: e.point)
         before = self.states()
-        quiet = [True]
+        self.disturbed = any(machine.queues.values())
 
         def on_point(world: MemoryWorld, number: int) -> None:
             while pending and pending[0].point <= number:
                 event = pending.pop(0)
-                happen = lambda event=event: self._happen(event, world, quiet)  # noqa: E731
+                happen = lambda event=event: self._happen(event, world)  # noqa: E731
                 if event.after_s:
                     machine.at(event.after_s, happen)
                 else:
@@ -129,7 +133,7 @@ class Player:
 
         world = MemoryWorld(machine, step.faults, on_point)
         code, reports, error = self._command(world, step)
-        return Played(step, code, reports, before, self.states(), not quiet[0], world.points, error)
+        return Played(step, code, reports, before, self.states(), self.disturbed, world.points, error)
 
     def states(self) -> dict[int, State]:
         return {p.pid: p.state for p in self.machine.rules.processes.values() if p.pid < 9000}
@@ -139,7 +143,7 @@ class Player:
 
     def _command(self, world: MemoryWorld, step: Step) -> tuple[int | None, list[Report], GpuckptError | None]:
         self.ran.add(step.command)
-        targets = [FIRST_PID + t % len(self.schedule.processes) for t in step.targets]
+        targets = [t if t >= FIRST_PID else FIRST_PID + t % len(self.schedule.processes) for t in step.targets]
         operation = Operation(world, step.command, timeout_s=step.timeout_s, accept=ACCEPT)
         try:
             if step.command == "recover":
@@ -156,7 +160,7 @@ class Player:
         finally:
             world.end()
 
-    def _happen(self, event: Event, world: MemoryWorld, quiet: list[bool]) -> None:
+    def _happen(self, event: Event, world: MemoryWorld) -> None:
         machine = self.machine
         pid = FIRST_PID + event.which % len(self.schedule.processes)
         uuid = f"GPU-{event.which % self.schedule.gpus}"
@@ -184,7 +188,7 @@ class Player:
             case "full" | "writable":
                 machine.journal_full = event.what == "full"
             case "suspend" | "resume" | "recover":
-                quiet[0] = False
+                self.disturbed = True
                 step = Step(event.what, (event.which,), timeout_s=3.0)
                 other = MemoryWorld(machine, (), lambda w, n: w.kill() if n == event.crash_at else None)
                 self._command(other, step)
@@ -194,7 +198,7 @@ class Player:
     def _born(self, near: int) -> None:
         pid = 500 + len(self.machine.groups)
         uuid = "GPU-0"
-        if self.machine.rules.free(uuid) > GIB:
+        if near in self.machine.groups and self.machine.rules.free(uuid) > GIB:
             self.machine.rules.register(pid, 1, {uuid: GIB})
             self.machine.groups[pid] = self.machine.groups[near]
 
@@ -204,12 +208,12 @@ class Player:
 SECONDS = st.sampled_from([0.0, 0.005, 0.5, 1.5, 5.0, 100.0])
 
 
-def processes(found: Iterable[State] = State) -> st.SearchStrategy[tuple[Proc, ...]]:
+def processes() -> st.SearchStrategy[tuple[Proc, ...]]:
     one = st.builds(
         Proc,
         group=st.sampled_from([0, 0, 0, 1]),
         gpus=st.sampled_from([(0,), (0,), (1,), (2,), (0, 1), (1, 0, 2)]),
-        gib=st.sampled_from([1, 4, 12]),
+        gib=st.sampled_from([1, 4, 6]),
         found=st.sampled_from([State.RUNNING, State.RUNNING, State.RUNNING, State.LOCKED, State.CHECKPOINTED]),
         trait=st.sampled_from(["", "", "", "", "", "", "managed", "import", "communicator"]),
         busy_s=st.sampled_from([0.0, 0.0, 0.0, 2.0, 200.0]),
@@ -219,8 +223,8 @@ def processes(found: Iterable[State] = State) -> st.SearchStrategy[tuple[Proc, .
 
 def events() -> st.SearchStrategy[tuple[Event, ...]]:
     what = st.sampled_from(
-        "crash crash crash interrupt interrupt die stop cont kill-callers kill-callers born take free query-fails query-works full writable "
-        "suspend resume recover".split()
+        "crash crash crash interrupt interrupt die stop cont kill-callers kill-callers born take free query-fails query-works "
+        "full writable suspend resume recover".split()
     )
     one = st.builds(Event, st.integers(0, 60), what, st.integers(0, 3), SECONDS, st.none() | st.integers(0, 50))
     return st.lists(one, max_size=4).map(tuple)
@@ -252,11 +256,4 @@ def steps(commands: str, longest: int) -> st.SearchStrategy[tuple[Step, ...]]:
 
 
 def schedules(commands: str = "suspend resume recover", longest: int = 3) -> st.SearchStrategy[Schedule]:
-    return st.builds(Schedule, processes(), steps(commands, longest), st.integers(1, 3))
-
-
-def pid_of(number: int) -> ProcessId:
-    return ProcessId(FIRST_PID + number, 1)
-
-
-LOCK, CHECKPOINT, RESTORE, UNLOCK = Call.LOCK, Call.CHECKPOINT, Call.RESTORE, Call.UNLOCK
+    return st.builds(Schedule, processes(), steps(commands, longest), st.integers(1, 3), st.sampled_from([ROOMY_GIB, TIGHT_GIB]))
