@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from gpuckpt import errors, plan
-from gpuckpt.driver.api import OLDEST_CUDA, Devices
+from gpuckpt.driver.api import OLDEST_CUDA, CallError, Devices
 from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
@@ -210,7 +210,10 @@ class LocalWorld:
             elif proc.stopped or processes.frozen(process.pid, self.root):
                 found[process] = State.BLOCKED  # the driver would not answer
             else:
-                pending.append(self.callers.start(None, process))
+                try:
+                    pending.append(self.callers.start(None, process))
+                except CallError:
+                    found[process] = State.BLOCKED  # no process could be started to ask
         until = time.monotonic() + STATE_DEADLINE_S
         while (waiting := [p for p in pending if p.outcome is None]) and time.monotonic() < until:
             self.callers.wait(waiting, until)

@@ -18,7 +18,8 @@ def unfinished(world: World) -> list[Record]:
     found = []
     for record in world.journal.records():
         states = world.states(m.id for m in record.members)
-        whole = record.status is Status.SUSPENDED and all(states[m.id] is State.CHECKPOINTED or m.lost for m in record.members)
+        alive = [m for m in record.members if states[m.id] is not State.GONE]
+        whole = record.status is Status.SUSPENDED and alive and all(states[m.id] is State.CHECKPOINTED or m.lost for m in alive)
         marked = any(m.waiting for m in record.members)
         if not whole or marked:
             found.append(record)
@@ -34,11 +35,13 @@ def recover_all(world: World, tell: Callable[[Progress], None] | None = None) ->
             report = operation.recover(record)
         except GpuckptError as e:
             report = e.report or Report("recover", False, world.simulated, error=e.as_dict())
-        reports.append(dataclasses.replace(report, details={"recovered": words(record, operation)}))
+        if report is None:
+            continue
+        reports.append(dataclasses.replace(report, details={"recovered": words(record, operation, report.ok)}))
     return reports
 
 
-def words(record: Record, operation: Operation) -> str:
+def words(record: Record, operation: Operation, ok: bool) -> str:
     """What became of *record*, for a person."""
     states = operation.now
     names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
@@ -46,7 +49,9 @@ def words(record: Record, operation: Operation) -> str:
         return f"{names}: ended; the entry was removed"
     if record.status is Status.SUSPENDED:
         return f"{names}: {', '.join(sorted({str(s) for s in states.values()}))}"
-    down = all(s in (State.CHECKPOINTED, State.GONE) for s in states.values())
     verb = {Status.SUSPENDING: "suspend", Status.UNDOING: "suspend", Status.RESUMING: "resume"}[record.status]
+    if not ok:
+        return f"{names}: the {verb} stays in the middle"
+    down = all(s in (State.CHECKPOINTED, State.GONE) for s in states.values())
     finished = down == (verb == "suspend")
     return f"{names}: the {verb} was {'finished' if finished else 'undone'}"
