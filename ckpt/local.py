@@ -303,9 +303,12 @@ class LocalWorld:
             raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[0])
         if self.now() >= until:
             holder = _holder(fd)
-            who = self.describe(holder) if holder else "another gpuckpt"
+            if holder is not None and processes.read(holder) is not None:
+                what = f"{self.describe(holder)} is at work on {name}"
+            else:
+                holder, what = None, f"a driver call that an earlier gpuckpt began is still under way on {name}"
             raise errors.Busy(
-                f"{who} is at work on {name}; nothing was touched by us",
+                f"{what}; nothing was touched by us",
                 hint="wait for it, or give a longer --timeout (gpuckpt status shows what it does)",
                 pid=holder,
             )
