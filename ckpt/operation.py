@@ -16,6 +16,7 @@ from gpuckpt.journal import Member, Record
 from gpuckpt.model import (
     GpuProcess,
     GpuReport,
+    Hazard,
     Inventory,
     ProcessId,
     ProcessReport,
@@ -51,6 +52,7 @@ class Operation(Walk):
         """Checkpoint the group of *targets*. Raises a :class:`GpuckptError` whose ``report`` tells how each process was left."""
         with self.holding():
             inventory = self._inspect(targets, tree)
+            self._refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
             self.set_deadline(sum(p.nbytes for p in inventory.processes))
             inventory, targets = self._claim_group(inventory, targets, tree)
             if all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self._left_in_the_middle(inventory):
@@ -79,6 +81,7 @@ class Operation(Walk):
             with self.step("inspect"):
                 record, inventory = self._group_to_resume(targets)
             while record is not None:
+                self._refuse_stopped(record.members)
                 self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
                 self.claims.append(self._claim(m.id for m in record.members))
                 before, (record, inventory) = record, self._group_to_resume(targets)
@@ -91,7 +94,7 @@ class Operation(Walk):
                 return self._already(inventory)
             self.record = record
             self.look()
-            self._refuse_stopped()
+            self._refuse_unanswered()
             self.world.journal.prepare()
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
             if any(s is State.CHECKPOINTED for s in self.now.values()):
@@ -112,7 +115,7 @@ class Operation(Walk):
                 return None
             self.look()
             goal = plan.recovery_goal(record.status, record.found, self.now)
-            self._refuse_stopped()
+            self._refuse_unanswered()
             reachable, blocked = self._with_room(goal, wait_s=0.0)
             failures = self.walk(reachable)
             if blocked is not None and not failures:
@@ -196,9 +199,7 @@ class Operation(Walk):
                     hint="run it as its owner or as root, with CAP_SYS_PTRACE in a container (gpuckpt doctor explains)",
                     pid=p.pid,
                 )
-        for hazard in inventory.hazards:
-            if not (hazard.acceptable and hazard.kind in self.accept):
-                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
+        self._refuse_hazards(inventory.hazards)
         for p in inventory.processes:
             if p.state not in plan.DEPTH:
                 raise errors.Busy(
@@ -206,6 +207,11 @@ class Operation(Walk):
                     hint="try again when it has ended; gpuckpt status tells",
                     pid=p.pid,
                 )
+
+    def _refuse_hazards(self, hazards: Iterable[Hazard]) -> None:
+        for hazard in hazards:
+            if not (hazard.acceptable and hazard.kind in self.accept):
+                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
 
     # Finding the group.
 
@@ -453,7 +459,9 @@ class Operation(Walk):
         if unfinished and (self.command == "suspend" or len(down) < len(self.record.members)):
             return  # the record says so
         if any(self.now.get(m.id, State.GONE) is not State.GONE for m in down):
+            members = self.record.members
             self.save(status=Status.SUSPENDED, members=tuple(down))
+            self.record = dataclasses.replace(self.record, members=members)  # the report is about all of them
         else:
             self.world.journal.remove(*self.record.replaces, self.record.id)
 
@@ -517,18 +525,22 @@ class Operation(Walk):
 
     # Small things.
 
-    def _refuse_stopped(self) -> None:
-        """Before a resume acts: every process must answer, and none may be stopped."""
-        assert self.record is not None
-        for m in self.record.members:
-            if self.now[m.id] is State.FAILED and not m.lost:
-                self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
-            elif self.now[m.id] is State.BLOCKED and self.world.stopped(m.id):
+    def _refuse_stopped(self, members: Iterable[Member]) -> None:
+        for m in members:
+            if self.world.stopped(m.id):
                 raise errors.Stopped(
                     f"{self.world.describe(m.id.pid)} is stopped; every driver call on it would hang",
                     hint=f"kill -CONT {m.id}",
                     pid=m.id.pid,
                 )
+
+    def _refuse_unanswered(self) -> None:
+        """Before a resume acts: every process must answer, and none may be stopped."""
+        assert self.record is not None
+        self._refuse_stopped(m for m in self.record.members if self.now[m.id] is State.BLOCKED)
+        for m in self.record.members:
+            if self.now[m.id] is State.FAILED and not m.lost:
+                self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
             elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:
                 raise errors.InFlight(
                     f"the driver does not answer for {self.world.describe(m.id.pid)} (state {self.now[m.id]}"
