@@ -149,9 +149,8 @@ class Walk:
             state = self.world.states([process])[process]
         self.now[process] = state
         if state is plan.RESULT[call] and (outcome.result == "VANISHED" or call in (Call.RESTORE, Call.UNLOCK)):
-            self.warnings.append(
-                f"{call} of pid {process} ended with {outcome.result}, but the driver says that it is {state}, as it should be"
-            )
+            how = "its caller was killed" if outcome.result == "VANISHED" else f"it failed with CUDA_ERROR_{outcome.result}"
+            self.warnings.append(f"{call} of pid {process}: {how}, but the driver completed the call: the process is {state}")
             return None
         if state is State.BLOCKED:
             return self._left_in_flight(call, process, pending.caller_pid)
