@@ -117,7 +117,7 @@ def test_a_resume_waits_for_the_suspend_under_way(machine: Machine) -> None:
 
 def test_recover_leaves_alone_what_somebody_works_on(machine: Machine) -> None:
     target = machine.target("--gib", "2")
-    machine.slow(0.6)
+    machine.slow(2.5)
     suspend = machine.begin("suspend", target.pid)
     eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
     result = machine.gpuckpt("recover")

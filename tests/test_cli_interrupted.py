@@ -154,7 +154,7 @@ def test_stopped_while_it_is_checkpointed(machine: Machine) -> None:
     result = suspend.end()
     assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "checkpoint")
     stuck = machine.gpuckpt("recover")
-    assert stuck.code in (6, 124)
+    assert (stuck.code, stuck.error["code"]) == (3, "in-flight")
     assert "undone" not in stuck.document["recovered"][0]
     target.signal(signal.SIGCONT)
     eventually(lambda: target.state is State.CHECKPOINTED, "the driver ends it")
@@ -284,7 +284,8 @@ def test_recover_without_room(machine: Machine) -> None:
     machine.rewrite(status="resuming")
     filler = machine.target("--gib", "60")
     result = machine.gpuckpt("recover")
-    assert (result.code, result.error["code"]) == (6, "gpu-memory")
+    assert (result.code, result.error["code"]) == (3, "not-as-found")
+    assert f"pid {filler.pid}" in result.error["message"]
     assert "undone" not in result.document["recovered"][0]
     assert "finished" not in result.document["recovered"][0]
     filler.kill()
