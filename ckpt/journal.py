@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class Record:
     boot_id: str = ""
     by: str = ""  # "alice (uid 1000)"
     controller: ProcessId | None = None
+    replaces: tuple[str, ...] = ()  # ids of records that count no more, whether or not their files are still there
     since: float = field(default_factory=time.time)  # seconds since the epoch: for people only, never compared
 
     def member(self, process: ProcessId) -> Member | None:
@@ -60,6 +61,13 @@ class Record:
 
     def with_member(self, process: ProcessId, **changes: Any) -> Record:
         return dataclasses.replace(self, members=tuple(dataclasses.replace(m, **changes) if m.id == process else m for m in self.members))
+
+
+def counting(records: Iterable[Record]) -> list[Record]:
+    """Those of *records* that no other one replaces. One save thus takes a process from an old record into a new one."""
+    records = list(records)
+    replaced = {record_id for r in records for record_id in r.replaces}
+    return [r for r in records if r.id not in replaced]
 
 
 class Journal:
@@ -101,14 +109,16 @@ class Journal:
             temporary.unlink(missing_ok=True)
             raise JournalError(f"the journal in {self.directory} cannot be written ({e.strerror})", hint="free space there") from e
 
-    def remove(self, record_id: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            (self._groups / f"{record_id}.json").unlink()
-            self._sync_directory()
+    def remove(self, *record_ids: str) -> None:
+        """Forget them, in this order: what a record replaces would count again without it, so it goes first."""
+        for record_id in record_ids:
+            with contextlib.suppress(FileNotFoundError):
+                (self._groups / f"{record_id}.json").unlink()
+                self._sync_directory()
 
     def records(self) -> list[Record]:
-        """Records of this boot. A file that is not ours or not whole is skipped; :meth:`unreadable` names it."""
-        return [r for r in self._read()[0] if r.boot_id == self.boot_id]
+        """Records of this boot that count. A file that is not ours or not whole is skipped; :meth:`unreadable` names it."""
+        return counting(r for r in self._read()[0] if r.boot_id == self.boot_id)
 
     def unreadable(self) -> list[str]:
         """Files in the journal that this version cannot read, each with why."""
@@ -185,6 +195,7 @@ def _record(document: dict[str, Any]) -> Record:
         boot_id=document["boot_id"],
         by=document["by"],
         controller=ProcessId(**controller) if controller else None,
+        replaces=tuple(document.get("replaces", ())),
         since=document["since"],
     )
 

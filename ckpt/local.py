@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from gpuckpt import errors, plan
-from gpuckpt.driver.api import Devices
+from gpuckpt.driver.api import OLDEST_CUDA, CallError, Devices
 from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
@@ -121,6 +121,7 @@ class LocalWorld:
     # Looking.
 
     def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
+        self._check_driver()
         gpus = self.devices.gpus()
         held = self.devices.processes()
         procs = processes.table()
@@ -208,7 +209,10 @@ class LocalWorld:
             elif proc.stopped or processes.frozen(process.pid, self.root):
                 found[process] = State.BLOCKED  # the driver would not answer
             else:
-                pending.append(self.callers.start(None, process))
+                try:
+                    pending.append(self.callers.start(None, process))
+                except CallError:
+                    found[process] = State.BLOCKED  # no process could be started to ask
         until = time.monotonic() + STATE_DEADLINE_S
         while (waiting := [p for p in pending if p.outcome is None]) and time.monotonic() < until:
             self.callers.wait(waiting, until)
@@ -298,15 +302,27 @@ class LocalWorld:
             raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[0])
         if self.now() >= until:
             holder = _holder(fd)
-            who = self.describe(holder) if holder else "another gpuckpt"
+            if holder is not None and processes.read(holder) is not None:
+                what = f"{self.describe(holder)} is at work on {name}"
+            else:
+                holder, what = None, f"a driver call that an earlier gpuckpt began is still under way on {name}"
             raise errors.Busy(
-                f"{who} is at work on {name}; nothing was touched by us",
+                f"{what}; nothing was touched by us",
                 hint="wait for it, or give a longer --timeout (gpuckpt status shows what it does)",
                 pid=holder,
             )
         self.wait((), min(until, self.now() + _POLL_S))
 
     # Saying no.
+
+    def _check_driver(self) -> None:
+        version = self.devices.version()
+        if version.cuda < OLDEST_CUDA:
+            raise errors.DriverTooOld(
+                f"the NVIDIA driver {version.package} (CUDA {version.cuda[0]}.{version.cuda[1]}) cannot checkpoint processes: that takes "
+                f"CUDA {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]}; nothing was touched",
+                hint="update the NVIDIA driver to 570 or newer; gpuckpt doctor explains",
+            )
 
     def _check_target(self, pid: int, procs: dict[int, Proc]) -> None:
         if pid in procs:

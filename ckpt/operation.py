@@ -7,7 +7,8 @@ went wrong. What it promises: every process ends as it was found, or suspended, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from gpuckpt import errors, plan, room
 from gpuckpt.errors import GpuckptError
@@ -15,6 +16,7 @@ from gpuckpt.journal import Member, Record
 from gpuckpt.model import (
     GpuProcess,
     GpuReport,
+    Hazard,
     Inventory,
     ProcessId,
     ProcessReport,
@@ -48,70 +50,79 @@ class Operation(Walk):
 
     def suspend(self, targets: Sequence[int], *, tree: bool = True) -> Report:
         """Checkpoint the group of *targets*. Raises a :class:`GpuckptError` whose ``report`` tells how each process was left."""
-        inventory = self._inspect(targets, tree)
-        self.set_deadline(sum(p.nbytes for p in inventory.processes))
-        inventory = self._claim_group(inventory, targets, tree)
-        if all(p.state is State.CHECKPOINTED for p in inventory.processes):
-            return self._already(inventory)
-        self.refuse(inventory)
-        self.world.journal.prepare()
-        superseded = self._begin(inventory)
-        try:
-            self.walk(dict.fromkeys(self.now, State.CHECKPOINTED), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
-            self.check_interruption()
-            with self.step("verify"):
-                self._verify()
-        except GpuckptError as cause:
-            self._undo(cause)
-        except BaseException as cause:  # noqa: BLE001 - whatever broke, the processes go back first
-            self._undo(GpuckptError(f"{type(cause).__name__}: {cause}"))
-        self.save(status=Status.SUSPENDED)
-        for record in superseded:
-            self.world.journal.remove(record.id)
-        return self._finish()
+        with self.holding():
+            inventory = self._inspect(targets, tree)
+            self._refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
+            self.set_deadline(sum(p.nbytes for p in inventory.processes))
+            inventory, targets = self._claim_group(inventory, targets, tree)
+            if all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self._left_in_the_middle(inventory):
+                return self._already(inventory)
+            self.refuse(inventory)
+            self.world.journal.prepare()
+            self._begin(inventory)
+            try:
+                self.walk(dict.fromkeys(self.now, State.CHECKPOINTED), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
+                self.check_interruption()
+                with self.step("verify"):
+                    self._verify()
+            except GpuckptError as cause:
+                self._undo(cause)
+            except BaseException as cause:  # noqa: BLE001 - whatever broke, the processes go back first
+                self._undo(GpuckptError(f"{type(cause).__name__}: {cause}"))
+            self.save(status=Status.SUSPENDED)
+            return self._finish()
 
     def resume(self, targets: Sequence[int], *, wished: Mapping[str, str] | None = None, to_gpu: str = "", wait_s: float = 0.0) -> Report:
         """Restore the group of *targets*, once every GPU has room, waiting up to *wait_s* for it.
 
         *wished* maps GPUs (old UUID to new), *to_gpu* names one GPU for a group that was on one.
         """
-        with self.step("inspect"):
-            record, known, inventory = self._group_to_resume(targets)
-        if record is None:
-            return self._already(inventory)
-        self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
-        self.claims.append(self._claim(record.found))
-        fresh = {r.id: self._timeless(r) for r in self.world.journal.records()}
-        if any(fresh.get(r.id) != self._timeless(r) for r in known):
-            self.release()
-            return self.resume(targets, wished=wished, to_gpu=to_gpu, wait_s=wait_s)  # another command was at it while we waited
-        self.record = record
-        self.look()
-        if not known and not any(s in (State.CHECKPOINTED, State.LOCKED) for s in self.now.values()):
-            return self._already(inventory)
-        self._refuse_stopped()
-        self.world.journal.prepare()
-        gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
-        if any(s is State.CHECKPOINTED for s in self.now.values()):
-            room.claim(self, gpu_map, until=self.world.now() + wait_s)
-        self.check_interruption()
-        self.save(required=True, status=Status.RESUMING)
-        for merged in known[1:]:
-            self.world.journal.remove(merged.id)
-        failures = self.walk(dict.fromkeys(self.record.found, State.RUNNING), gpu_map=gpu_map)
-        return self._settle(failures, dict.fromkeys(self.record.found, State.RUNNING))
+        with self.holding():
+            with self.step("inspect"):
+                record, inventory = self._group_to_resume(targets)
+            while record is not None:
+                self._refuse_stopped(record.members)
+                self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
+                self.claims.append(self._claim(m.id for m in record.members))
+                before, (record, inventory) = record, self._group_to_resume(targets)
+                if record is not None and self._timeless(record) == self._timeless(before):
+                    break
+                self.release()  # another command was at it while we waited
+                self.check_interruption()
+                self.check_deadline("inspect")
+            if record is None:
+                return self._already(inventory)
+            self.record = record
+            self.look()
+            self._refuse_unanswered()
+            self.world.journal.prepare()
+            gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
+            if any(s is State.CHECKPOINTED for s in self.now.values()):
+                room.claim(self, gpu_map, until=self.world.now() + wait_s)
+            self.check_interruption()
+            self.save(required=True, status=Status.RESUMING)
+            self.world.journal.remove(*self.record.replaces)
+            failures = self.walk(dict.fromkeys(self.record.found, State.RUNNING), gpu_map=gpu_map)
+            return self._settle(failures, dict.fromkeys(self.record.found, State.RUNNING))
 
-    def recover(self, record: Record) -> Report:
-        """Finish or undo the operation that *record* tells of. Nothing happens to a record that needs nothing."""
-        self.record = record
-        self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
-        self.claims.append(self._claim(record.found, until=self.world.now()))
-        self.look()
-        goal = plan.recovery_goal(record.status, record.found, self.now)
-        self._refuse_stopped()
-        if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
-            room.claim(self, {}, until=self.world.now())
-        return self._settle(self.walk(goal), goal)
+    def recover(self, record: Record) -> Report | None:
+        """Finish or undo the operation that *record* tells of; None if another command did so meanwhile."""
+        with self.holding():
+            self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
+            self.claims.append(self._claim((m.id for m in record.members), until=self.world.now()))
+            self.record = next((r for r in self.world.journal.records() if r.id == record.id), None)
+            if self.record is None or self._timeless(self.record) != self._timeless(record):
+                return None
+            self.look()
+            goal = plan.recovery_goal(record.status, record.found, self.now)
+            self._refuse_unanswered()
+            reachable, blocked = self._with_room(goal, wait_s=0.0)
+            failures = self.walk(reachable)
+            if blocked is not None and not failures:
+                self._end(
+                    errors.NotAsFound(blocked.message, hint="when there is room: gpuckpt recover", gpu=blocked.gpu, step="room"), goal
+                )
+            return self._settle(failures, goal)
 
     def preview(self, targets: Sequence[int], *, tree: bool = True) -> Report:
         """What :meth:`suspend` would do; ``details["plan"]`` has it. Touches nothing."""
@@ -137,7 +148,7 @@ class Operation(Walk):
 
     def preview_resume(self, targets: Sequence[int], *, wished: Mapping[str, str] | None = None, to_gpu: str = "") -> Report:
         """What :meth:`resume` would do, and whether there is room for it now. Touches nothing."""
-        record, _, inventory = self._group_to_resume(targets)
+        record, inventory = self._group_to_resume(targets)
         if record is None:
             return self._previewed((), inventory.processes, refused=None, gpu_bytes_needed={}, gpu_bytes_free={}, gpu_map={})
         self.record = record
@@ -189,9 +200,7 @@ class Operation(Walk):
                     hint="run it as its owner or as root, with CAP_SYS_PTRACE in a container (gpuckpt doctor explains)",
                     pid=p.pid,
                 )
-        for hazard in inventory.hazards:
-            if not (hazard.acceptable and hazard.kind in self.accept):
-                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
+        self._refuse_hazards(inventory.hazards)
         for p in inventory.processes:
             if p.state not in plan.DEPTH:
                 raise errors.Busy(
@@ -199,6 +208,11 @@ class Operation(Walk):
                     hint="try again when it has ended; gpuckpt status tells",
                     pid=p.pid,
                 )
+
+    def _refuse_hazards(self, hazards: Iterable[Hazard]) -> None:
+        for hazard in hazards:
+            if not (hazard.acceptable and hazard.kind in self.accept):
+                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
 
     # Finding the group.
 
@@ -209,35 +223,50 @@ class Operation(Walk):
         self.warnings += [w for w in inventory.warnings if w not in self.warnings]
         return inventory
 
-    def _claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> Inventory:
-        """Hold the group, and look at it again if it changed before we held it."""
+    def _claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
+        """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
         while True:
-            claim = self._claim([p.id for p in inventory.processes])
+            self.claims.append(self._claim(p.id for p in inventory.processes))
             states = self.world.states(p.id for p in inventory.processes)
-            if all(states[p.id] is p.state for p in inventory.processes):
-                self.claims.append(claim)
-                return inventory
-            claim.release()
+            together = self._suspended_with(states)
+            if not together and all(states[p.id] is p.state for p in inventory.processes):
+                return inventory, targets
+            self.release()
             self.check_interruption()
             self.check_deadline("inspect")
+            targets = [*targets, *together]
             inventory = self._inspect(targets, tree)
+
+    def _suspended_with(self, group: Collection[ProcessId]) -> list[int]:
+        """Living processes outside of *group* that share a record with one of it. Raises if that record was left in the middle."""
+        together: list[int] = []
+        for record in self.world.journal.records():
+            outside = [m.id.pid for m in record.members if m.id not in group and self._is(m)]
+            if any(m.id in group for m in record.members):
+                if outside and record.status is not Status.SUSPENDED:
+                    raise errors.Refused(
+                        f"pid {outside[0]} is part of the same group, which was left in the middle ({record.status}); nothing was touched",
+                        hint="gpuckpt recover",
+                        pid=outside[0],
+                    )
+                together += outside
+        return together
 
     def _claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
         return self.world.claim(sorted(processes), self.deadline if until is None else until)
 
-    def _group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, list[Record], Inventory]:
-        """The journal's group where it knows one, else what the driver says of the targets' group; and the records it came from,
-        of which the first lends it the id. Writes nothing."""
-        known = [r for r in self.world.journal.records() if any(m.id.pid in targets for m in r.members)]
-        known = [r for r in known if any(self._is(m) for m in r.members)]
+    def _group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, Inventory]:
+        """The journal's group where it knows one, else what the driver says of the targets' group."""
+        records = [r for r in self.world.journal.records() if any(self._is(m) for m in r.members)]
+        known = [r for r in records if any(m.id.pid in targets for m in r.members)]
         rest = [t for t in targets if not any(m.id.pid == t for r in known for m in r.members)]
         inventory = Inventory((), self.world.gpus())
-        members: dict[ProcessId, Member] = {m.id: m for r in known for m in r.members}
+        found: dict[ProcessId, Member] = {}
         if rest:
             inventory = self.world.inspect(rest, tree=True)
             for p in inventory.processes:
                 if p.state in (State.CHECKPOINTED, State.LOCKED):
-                    members.setdefault(p.id, _member(p))
+                    found[p.id] = _member(p)
                 elif p.state is State.FAILED:
                     raise errors.Lost(
                         f"pid {p.pid} ({p.name}): the driver says that its GPU state failed; no restore can succeed",
@@ -246,45 +275,64 @@ class Operation(Walk):
                     )
                 elif p.state is not State.RUNNING:
                     self.refuse(inventory)
+            known += [r for r in records if r not in known and any(m.id in found for m in r.members)]
+        members = {**found, **{m.id: m for r in known for m in r.members}}
         if not members:
-            return None, [], inventory
+            return None, inventory
         first = known[0] if known else Record(Status.SUSPENDED, (), inventory.gpus, by="another tool")
+        gpus = {g.uuid: g for r in (first, *known) for g in r.gpus}
         retained = _sum(r.retained for r in known)
-        return dataclasses.replace(first, members=tuple(members.values()), retained=retained), known, inventory
+        return dataclasses.replace(
+            first,
+            members=tuple(members[p] for p in sorted(members)),
+            gpus=tuple(gpus.values()),
+            retained=retained,
+            replaces=tuple(dict.fromkeys(i for r in known for i in (*r.replaces, r.id) if i != first.id)),
+        ), inventory
 
     def _is(self, member: Member) -> bool:
         return self.world.states([member.id])[member.id] is not State.GONE
 
     @staticmethod
     def _timeless(record: Record) -> object:
-        return (record.status, record.members)
+        return (record.status, record.members, record.replaces)
+
+    def _left_in_the_middle(self, inventory: Inventory) -> bool:
+        """Whether a record says of one of these that it is on its way, though nobody is at work on it."""
+        ids = {p.id for p in inventory.processes}
+        return any(r.status is not Status.SUSPENDED and any(m.id in ids for m in r.members) for r in self.world.journal.records())
 
     # On the way.
 
-    def _begin(self, inventory: Inventory) -> list[Record]:
-        """Write the record that recovery would need. Returns the records that it takes over from, once it is done."""
+    def _begin(self, inventory: Inventory) -> None:
+        """Write the record that recovery would need, in place of what older ones say."""
         ids = {p.id for p in inventory.processes}
         older = [r for r in self.world.journal.records() if any(m.id in ids for m in r.members)]
-        unfinished = {m.id: m.found for r in older if r.status is not Status.SUSPENDED for m in r.members}
-        recorded = {m.id: m.gpus for r in older for m in r.members}
-        members = tuple(
-            dataclasses.replace(_member(p), found=unfinished.get(p.id, p.state), gpus=p.gpus or recorded.get(p.id, ()))
-            for p in inventory.processes
-        )
+        now = {p.id: p.state for p in inventory.processes}
+        belongs = {p: state for r in older for p, state in plan.recovery_goal(r.status, r.found, now).items()}
+        recorded = {m.id: m for r in older for m in r.members}
+        members = []
+        for p in inventory.processes:
+            before = recorded.get(p.id, _member(p))
+            members.append(dataclasses.replace(_member(p), found=belongs.get(p.id, p.state), gpus=p.gpus or before.gpus, lost=before.lost))
         on = {g.uuid for m in members for g in m.gpus}
-        self.now = {p.id: p.state for p in inventory.processes}
-        retained = _sum(r.retained for r in older)
+        gpus = {g.uuid: g for g in (*(g for r in older for g in r.gpus), *inventory.gpus)}
         self.record = Record(
             Status.SUSPENDING,
-            members,
-            tuple(g for g in inventory.gpus if g.uuid in on),
-            retained=retained,
+            tuple(members),
+            tuple(g for uuid, g in gpus.items() if uuid in on),
+            retained=_sum(r.retained for r in older),
             by=self.world.user,
             controller=self.world.me,
+            replaces=tuple(i for r in older for i in (*r.replaces, r.id)),
         )
+        self.now = now
         self.used_before, self.others_before = self.usage()
+        for p in inventory.processes:
+            for g in p.gpus:
+                self.group_before[g.uuid] = self.group_before.get(g.uuid, 0) + (g.nbytes or 0)
         self.save(required=True)
-        return older
+        self.world.journal.remove(*self.record.replaces)
 
     def _reinspect(self, targets: Sequence[int], tree: bool) -> None:
         """Everything is locked: a CUDA process born since the inspection, or a death, ends the operation."""
@@ -315,16 +363,11 @@ class Operation(Walk):
     def _verify(self) -> None:
         """NVML must agree that the bytes are gone. What stayed is told, and counted at resume."""
         assert self.record is not None
-        mine: dict[str, int] = {}
-        for m in self.record.members:
-            if m.found is not State.CHECKPOINTED:
-                for g in m.gpus:
-                    mine[g.uuid] = mine.get(g.uuid, 0) + (g.nbytes or 0)
         until = self.world.now() + 1.0
         while True:
             used, others = self.usage()
             retained = {}
-            for uuid, held in mine.items():
+            for uuid, held in self.group_before.items():
                 if uuid in used and uuid in self.used_before:
                     drift = others.get(uuid, 0) - self.others_before.get(uuid, 0)
                     left = used[uuid] - (self.used_before[uuid] - held) - drift
@@ -344,22 +387,16 @@ class Operation(Walk):
 
     # Ends.
 
-    def _undo(self, cause: GpuckptError) -> None:
+    def _undo(self, cause: GpuckptError) -> NoReturn:
         """Take every process back to where it was found, then raise *cause*, or what is worse."""
         assert self.record is not None
         self.record = dataclasses.replace(self.record, status=Status.UNDOING)
         self.save()
         self.look()
         goal = {p: s for p, s in self.record.found.items() if self.now.get(p) in plan.DEPTH}
-        blocked: GpuckptError | None = None
-        if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
-            try:
-                room.claim(self, {}, until=self.world.now() + UNDO_WAIT_S)
-            except GpuckptError as e:
-                blocked = e
-                goal = {p: s if self.now[p] is not State.CHECKPOINTED else State.CHECKPOINTED for p, s in goal.items()}
+        goal, blocked = self._with_room(goal, wait_s=UNDO_WAIT_S)
         failures = self.walk(goal)
-        worse = next((f.error for f in failures if isinstance(f.error, errors.Lost)), None) or next((f.error for f in failures), None)
+        worse = self._worst([f for f in failures if self.now[f.process] is not State.GONE])
         if worse is None and blocked is not None:
             worse = errors.NotAsFound(
                 f"{cause.message}; and the way back is blocked: {blocked.message}. What was checkpointed stays suspended, intact",
@@ -367,40 +404,71 @@ class Operation(Walk):
                 pid=cause.pid,
                 step=cause.step,
             )
+        left = [p for p, state in self.record.found.items() if self.now[p] not in (state, State.GONE)]
+        if worse is None and cause.exit_code != 3 and left:
+            worse = errors.InFlight(
+                f"{cause.message}; and {self.world.describe(left[0].pid)} could not be taken back: "
+                f"the driver says that it is {self.now[left[0]]}",
+                hint="gpuckpt recover",
+                pid=left[0].pid,
+                step=cause.step,
+            )
         if worse is not None and worse is not cause:
             worse.add_note(f"after: {cause.message}")
-        self._end(worse or cause)
+        self._end(worse or cause, self.record.found)
+
+    def _with_room(self, goal: dict[ProcessId, State], wait_s: float) -> tuple[dict[ProcessId, State], GpuckptError | None]:
+        """*goal*, its GPUs held and with room; or what of it needs no room, and why there is none."""
+        if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
+            try:
+                room.claim(self, {}, until=self.world.now() + wait_s)
+            except GpuckptError as e:
+                return {p: State.CHECKPOINTED if self.now[p] is State.CHECKPOINTED else s for p, s in goal.items()}, e
+        return goal, None
 
     def _settle(self, failures: list[Failure], goal: Mapping[ProcessId, State]) -> Report:
-        """After a resume or a recovery: done, or the first failure."""
+        """After a resume or a recovery: done, or the first failure. A process that ended is no failure while others are left."""
         assert self.record is not None
-        if failures:
-            worst = next((f.error for f in failures if isinstance(f.error, errors.Lost)), failures[0].error)
-            if worst.exit_code not in (3,) and not isinstance(worst, errors.Aborted):
-                worst = errors.NotAsFound(worst.message, hint=worst.hint or "gpuckpt recover", pid=worst.pid, step=worst.step)
-            self._end(worst)
-        if goal and all(s is State.CHECKPOINTED for s in goal.values()):
-            self.save(status=Status.SUSPENDED)
-        elif not self._not_as(goal):
-            self.world.journal.remove(self.record.id)
+        if any(s is not State.GONE for s in self.now.values()):
+            self.warnings += [f.error.message for f in failures if self.now[f.process] is State.GONE]
+            failures = [f for f in failures if self.now[f.process] is not State.GONE]
+        if worst := self._worst(failures):
+            self._end(worst, goal)
         lost = [m for m in self.record.members if m.lost and self.now.get(m.id, State.GONE) is not State.GONE]
         if lost and self.command == "resume":
-            self._end(errors.Lost(lost[0].lost, hint=f"end it and start it again: kill {lost[0].id}", pid=lost[0].id.pid, step="restore"))
+            self._end(
+                errors.Lost(lost[0].lost, hint=f"end it and start it again: kill {lost[0].id}", pid=lost[0].id.pid, step="restore"), goal
+            )
+        self._write_down(goal)
         return self._finish()
 
-    def _not_as(self, goal: Mapping[ProcessId, State]) -> list[ProcessId]:
-        """Live processes that are not where *goal* wants them, the lost among them."""
-        assert self.record is not None
-        lost = [m.id for m in self.record.members if m.lost and self.now.get(m.id, State.CHECKPOINTED) is not State.GONE]
-        return lost + [p for p, s in goal.items() if self.now.get(p) not in (s, State.GONE)]
+    @staticmethod
+    def _worst(failures: Sequence[Failure]) -> GpuckptError | None:
+        """The failure to report: each leaves a process where it should not be, unless that one ended."""
+        if not failures:
+            return None
+        worst = next((f.error for f in failures if isinstance(f.error, errors.Lost)), failures[0].error)
+        if worst.exit_code == 3 or isinstance(worst, errors.Aborted):
+            return worst
+        return errors.NotAsFound(worst.message, hint=worst.hint or "gpuckpt recover", pid=worst.pid, step=worst.step)
 
-    def _end(self, error: GpuckptError) -> None:
-        """Leave the journal telling the truth, attach the report, raise *error*."""
+    def _write_down(self, goal: Mapping[ProcessId, State]) -> None:
+        """Leave the journal telling the truth: who is suspended or lost, or what is unfinished, and nothing of processes that run."""
         assert self.record is not None
-        if not self._not_as(self.record.found if self.command == "suspend" else dict.fromkeys(self.record.found, State.RUNNING)):
-            self.world.journal.remove(self.record.id)
-        elif self.command != "suspend" and all(self.now[p] in (State.CHECKPOINTED, State.GONE) for p in self.record.found):
-            self.save(status=Status.SUSPENDED)
+        down = [m for m in self.record.members if m.lost or self.now.get(m.id) in (State.CHECKPOINTED, State.GONE)]
+        unfinished = any(self.now.get(p) not in (s, State.GONE) for p, s in goal.items())
+        if unfinished and (self.command == "suspend" or len(down) < len(self.record.members)):
+            return  # the record says so
+        if any(self.now.get(m.id, State.GONE) is not State.GONE for m in down):
+            members = self.record.members
+            self.save(status=Status.SUSPENDED, members=tuple(down))
+            self.record = dataclasses.replace(self.record, members=members)  # the report is about all of them
+        else:
+            self.world.journal.remove(*self.record.replaces, self.record.id)
+
+    def _end(self, error: GpuckptError, goal: Mapping[ProcessId, State]) -> NoReturn:
+        """Write down how things are against *goal*, attach the report, raise *error*."""
+        self._write_down(goal)
         error.report = self._report(ok=False, error=error)
         self._close(error.code)
         raise error
@@ -447,10 +515,6 @@ class Operation(Walk):
         )
 
     def _close(self, outcome: str) -> None:
-        for guard in self.guards.values():
-            guard.release()
-        self.guards.clear()
-        self.release()
         self.world.journal.audit(
             command=self.command,
             by=self.world.user,
@@ -462,18 +526,22 @@ class Operation(Walk):
 
     # Small things.
 
-    def _refuse_stopped(self) -> None:
-        """Before a resume acts: every process must answer, and none may be stopped."""
-        assert self.record is not None
-        for m in self.record.members:
-            if self.now[m.id] is State.FAILED and not m.lost:
-                self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
-            elif self.now[m.id] is State.BLOCKED and self.world.stopped(m.id):
+    def _refuse_stopped(self, members: Iterable[Member]) -> None:
+        for m in members:
+            if self.world.stopped(m.id):
                 raise errors.Stopped(
                     f"{self.world.describe(m.id.pid)} is stopped; every driver call on it would hang",
                     hint=f"kill -CONT {m.id}",
                     pid=m.id.pid,
                 )
+
+    def _refuse_unanswered(self) -> None:
+        """Before a resume acts: every process must answer, and none may be stopped."""
+        assert self.record is not None
+        self._refuse_stopped(m for m in self.record.members if self.now[m.id] is State.BLOCKED)
+        for m in self.record.members:
+            if self.now[m.id] is State.FAILED and not m.lost:
+                self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
             elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:
                 raise errors.InFlight(
                     f"the driver does not answer for {self.world.describe(m.id.pid)} (state {self.now[m.id]}"

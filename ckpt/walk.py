@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuckpt import errors, plan
+from gpuckpt.driver.api import CallError
 from gpuckpt.driver.caller import Outcome
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
@@ -61,6 +62,7 @@ class Walk:
         self.deadline = self._begun + (timeout_s if timeout_s is not None else plan.default_timeout_s(0))
         self.claims: list[Claim] = []
         self.guards: dict[ProcessId, Pending] = {}
+        self.group_before: dict[str, int] = {}  # bytes that the group held on each GPU when the operation began
         self.used_before: dict[str, int] = {}
         self.others_before: dict[str, int] = {}
 
@@ -98,15 +100,21 @@ class Walk:
                 guard.keep()
         begun = world.now()
         calls: dict[ProcessId, Pending] = {}
+        not_made: list[Failure] = []
+        initialise = phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus())
         for process in phase.processes:
-            calls[process] = world.start(
-                phase.call,
-                process,
-                timeout_s=max(0.05, self.deadline - begun),
-                gpu_map=gpu_map,
-                initialise=phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus()),
-                claims=self.claims,
-            )
+            try:
+                calls[process] = world.start(
+                    phase.call,
+                    process,
+                    timeout_s=max(0.05, self.deadline - begun),
+                    gpu_map=gpu_map,
+                    initialise=initialise,
+                    claims=self.claims,
+                )
+            except CallError as e:  # no process can be started: those that were are waited for
+                self.now[process] = world.states([process])[process]
+                not_made.append(Failure(process, self._error(phase.call, process, Outcome(e.result), self.now[process], gpu_map)))
         limit = self._limit(phase.call, begun)
         asked_to_stop = len(world.interruptions)
         while waiting := [c for c in calls.values() if c.outcome is None]:
@@ -121,7 +129,7 @@ class Walk:
                 )
             world.wait(waiting, min(limit, world.now() + 0.25) if self._tell else limit)
             self.say(phase.call)
-        return [f for process, call in calls.items() if (f := self._result(phase.call, process, call, limit, gpu_map))]
+        return not_made + [f for process, call in calls.items() if (f := self._result(phase.call, process, call, limit, gpu_map))]
 
     def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float, gpu_map: Mapping[str, str]) -> Failure | None:
         """Take in how one call ended."""
@@ -140,8 +148,9 @@ class Walk:
             self.world.wait((), self.world.now() + 0.1)  # its caller was killed: the driver goes on with the call in the target
             state = self.world.states([process])[process]
         self.now[process] = state
-        if outcome.result == "VANISHED" and state is plan.RESULT[call]:
-            self.warnings.append(f"the caller of {call} on pid {process} was killed; the driver completed the call")
+        if state is plan.RESULT[call] and (outcome.result == "VANISHED" or call in (Call.RESTORE, Call.UNLOCK)):
+            how = "its caller was killed" if outcome.result == "VANISHED" else f"it failed with CUDA_ERROR_{outcome.result}"
+            self.warnings.append(f"{call} of pid {process}: {how}, but the driver completed the call: the process is {state}")
             return None
         if state is State.BLOCKED:
             return self._left_in_flight(call, process, pending.caller_pid)
@@ -184,7 +193,7 @@ class Walk:
                 hint=f"on the GPUs that it came from: gpuckpt resume {process}",
                 **where,
             )
-        if call is Call.RESTORE and state is not State.LOCKED and outcome.failed_in != "cuInit" and outcome.result != "STALE":
+        if call is Call.RESTORE and state in (State.CHECKPOINTED, State.FAILED) and outcome.answered:
             return errors.Lost(
                 f"restore of {who} failed (CUDA_ERROR_{outcome.result}); its GPU state cannot be brought back",
                 hint=f"end it and start it again: kill {process}",
@@ -209,16 +218,25 @@ class Walk:
         return errors.DriverError(f"{call} of {who} failed: CUDA_ERROR_{outcome.result}; the driver says it is {state}", **where)
 
     def look(self) -> None:
+        """Take in each process's state. One that the driver answers for waits for no call any more."""
         assert self.record is not None
         self.now = self.world.states(m.id for m in self.record.members)
+        for process, state in self.now.items():
+            if state is not State.BLOCKED:
+                self.record = self.record.with_member(process, waiting="")
 
     def usage(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes used on each GPU, and by processes outside the group."""
-        used = {g.uuid: g.total_bytes - g.free_bytes for g in self.world.gpus() if g.total_bytes and g.free_bytes is not None}
+        """Bytes used on each GPU, and by processes outside the group: of one moment, or somebody's allocation would count as ours."""
+        held = self.world.held()
+        for _ in range(3):
+            gpus, before, held = self.world.gpus(), held, self.world.held()
+            if held == before:
+                break
+        used = {g.uuid: g.total_bytes - g.free_bytes for g in gpus if g.total_bytes and g.free_bytes is not None}
         mine, others = {p.pid for p in self.now}, dict.fromkeys(used, 0)
-        for pid, held in self.world.held().items():
+        for pid, on in held.items():
             if pid not in mine:
-                for uuid, nbytes in held.items():
+                for uuid, nbytes in on.items():
                     others[uuid] = others.get(uuid, 0) + (nbytes or 0)
         return used, others
 
@@ -266,8 +284,7 @@ class Walk:
         if self.record is not None and not message:
             on = {g.uuid for m in self.record.members for g in m.gpus}
             start = sum(g.nbytes or 0 for m in self.record.members for g in m.gpus)
-            used = {g.uuid: g.total_bytes - g.free_bytes for g in self.world.gpus() if g.total_bytes and g.free_bytes is not None}
-            others = self.usage()[1]
+            used, others = self.usage()
             now = sum(max(0, used.get(u, 0) - others.get(u, 0)) for u in on)
         self._tell(Progress(str(step), message, now, start))
 
@@ -279,6 +296,18 @@ class Walk:
             yield
         finally:
             self.steps.append(Step(str(name), round(self.world.now() - begun, 4)))
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Locks that nobody came to want are undone and claims given back at the end, however it comes: we may be part of a program
+        that lives on, and the next group's restore waits for the same GPU."""
+        try:
+            yield
+        finally:
+            for guard in self.guards.values():
+                guard.release()
+            self.guards.clear()
+            self.release()
 
     def release(self) -> None:
         for claim in reversed(self.claims):

@@ -44,6 +44,13 @@ class Outcome:
     def ok(self) -> bool:
         return self.result == "SUCCESS"
 
+    @property
+    def answered(self) -> bool:
+        """Whether the driver was asked, and this is what it said."""
+        return (
+            self.result not in ("STALE", "VANISHED", "NO_CALLER") and self.failed_in != "cuInit" and not self.result.startswith("gpuckpt:")
+        )
+
 
 @dataclass(eq=False, slots=True)
 class Pending:

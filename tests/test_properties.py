@@ -1,0 +1,238 @@
+"""Whatever goes wrong: every process ends as it was found, or suspended and restorable, or named, or dead.
+
+The real plan, walk, operation, recovery and record types, against a machine in memory with numbered crash points
+(``memory_world.py``). A failing schedule is printed whole, to be kept below as an example.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, currently_in_test_context, given, settings
+from hypothesis import note as hypothesis_note
+
+from gpuckpt import errors
+from gpuckpt.journal import Record
+from gpuckpt.model import State, Status
+from gpuckpt.recovery import unfinished
+from tests.memory_machine import Fault
+from tests.memory_world import MemoryWorld, described
+from tests.schedules import TIGHT_GIB, Event, Played, Player, Proc, Schedule, Step, schedules
+
+AS_FOUND = (1, 5, 6, 124, 130)
+
+
+def note(text: str) -> None:
+    """Say *text* if this schedule fails."""
+    (hypothesis_note if currently_in_test_context() else print)(text)
+
+
+def check(schedule: Schedule) -> None:
+    """Play *schedule*, recover as a user would, and hold the end against what is promised."""
+    player = Player.of(schedule)
+    machine, start = player.machine, player.states()
+    named: dict[int, str] = {}
+    for step in schedule.steps:
+        belongs = {m.id.pid: m.found for r in machine.counting() if r.status is not Status.SUSPENDED for m in r.members}
+        resuming = {m.id.pid for r in machine.counting() if r.status is Status.RESUMING for m in r.members}
+        played = player.play(step)
+        note(f"{step.command}: exit {played.code}, {played.error!r}, {played.after}, {[described(r) for r in machine.counting()]}")
+        check_exit(played, {**belongs, **dict.fromkeys(resuming, State.RUNNING)})
+        named.update(played.words)
+    machine.run(float("inf"))
+    recovered = player.recover()
+    note(f"recover: {[r.details['recovered'] for r in recovered.reports]}, {player.states()}")
+    named.update(recovered.words)
+    check_locks(player, start, named)
+    machine.mend()
+    for _ in range(2):
+        recovered = player.recover()
+        note(f"recover: {[r.details['recovered'] for r in recovered.reports]}, {player.states()}")
+        machine.run(float("inf"))
+        named.update(recovered.words)
+    check_end(player, start, named, recovered)
+    check_restorable(player)
+    assert not machine.wrongs, machine.wrongs
+    assert not machine.claims
+
+
+def check_exit(played: Played, belongs: dict[int, State]) -> None:
+    """The exit code agrees with what became of the processes, unless another command had its hand in.
+
+    Where an operation had been left in the middle, a process may also have been brought to where it *belongs*.
+    """
+    if played.code is None or played.disturbed or played.step.command == "recover":
+        return
+    alive = {pid: state for pid, state in played.after.items() if pid in played.before}
+    if played.code in AS_FOUND:
+        for pid, state in alive.items():
+            assert state in (played.before[pid], belongs.get(pid)), f"{pid} is {state} after exit {played.code}"
+    if played.code == 0:
+        goal = "suspended" if played.step.command == "suspend" else "running"
+        told = {w for w in played.words.values() if w != "gone"}
+        assert told <= {goal, "lost"} if played.step.command == "suspend" else told <= {goal}
+        for pid, word in played.words.items():
+            assert word in ("gone", "lost") or alive.get(pid, State.CHECKPOINTED if word == "suspended" else State.RUNNING) is (
+                State.CHECKPOINTED if word == "suspended" else State.RUNNING
+            )
+    if played.code == 3:
+        assert played.error is not None
+        assert played.error.pid or played.words
+
+
+def check_locks(player: Player, start: dict[int, State], named: dict[int, str]) -> None:
+    """No process is left locked that ran before, unless somebody says so."""
+    members = {m.id.pid for r in player.machine.counting() for m in r.members}
+    for pid, state in player.states().items():
+        if state is State.LOCKED and start.get(pid) is not State.LOCKED:
+            assert pid in members or named.get(pid) in ("in-flight", "locked"), f"{pid} is locked and nobody says so"
+
+
+def check_end(player: Player, start: dict[int, State], named: dict[int, str], last: Played) -> None:
+    """After all trouble is over and ``gpuckpt recover`` ran: states, and a journal that tells the truth."""
+    rules, records = player.machine.rules, player.machine.counting()
+    inside = [m.id.pid for r in records for m in r.members]
+    assert len(inside) == len(set(inside)), "a process is in two records"
+    lost = {p.pid for p in rules.processes.values() if p.lost}
+    assert lost <= player.machine.may_be_lost, "lost by gpuckpt"
+    for pid, state in player.states().items():
+        if pid in lost:
+            assert named.get(pid) == "lost" or pid in inside or start.get(pid) is State.CHECKPOINTED, f"{pid} is lost and nobody says so"
+        elif state is State.LOCKED:
+            assert start.get(pid) is State.LOCKED
+        elif state is State.CHECKPOINTED:
+            assert start.get(pid) is State.CHECKPOINTED or pid in inside, f"{pid} is suspended and no record says so"
+        elif state is State.RUNNING and start.get(pid) is State.CHECKPOINTED:
+            assert "resume" in player.ran, f"{pid} was resumed although nobody asked"
+    for record in records:
+        check_record(record, player, lost)
+    world = MemoryWorld(player.machine)
+    left = [r for r in unfinished(world) if not any(m.lost for m in r.members)]
+    full = player.schedule.gpu_gib == TIGHT_GIB and any(r.error and r.error["step"] == "room" for r in last.reports)
+    assert not left or full, [described(r) for r in left]
+
+
+def check_record(record: Record, player: Player, lost: set[int]) -> None:
+    states = player.states()
+    alive = {m.id.pid: m for m in record.members if m.id.pid in states}
+    assert alive, f"a record of the dead: {described(record)}"
+    assert all(m.id.pid in lost for m in alive.values() if m.lost), f"called lost, and is not: {described(record)}"
+    assert any(states[pid] is State.CHECKPOINTED for pid in alive), f"a record of a group that runs: {described(record)}"
+    if record.status is Status.SUSPENDED:
+        assert all(states[pid] is State.CHECKPOINTED for pid in alive), f"not suspended: {described(record)}"
+    assert not record.retained, f"nothing was exported: {described(record)}"
+
+
+def check_restorable(player: Player) -> None:
+    """Whatever is suspended comes back when it is asked to."""
+    player.machine.mend()
+    doomed = player.machine.may_be_lost
+    for pid in player.states():
+        if player.states()[pid] is State.CHECKPOINTED:
+            played = player.play(Step("resume", (pid,)))
+            note(f"resume {pid}: exit {played.code}, {played.error!r}")
+            full = player.schedule.gpu_gib == TIGHT_GIB and isinstance(played.error, errors.GpuMemory)
+            if player.states()[pid] is not State.RUNNING and not full:
+                assert pid in doomed, f"{pid} does not come back"
+                assert played.code == 3
+                assert played.words[pid] == "lost"
+    for record in player.machine.counting():
+        assert player.schedule.gpu_gib == TIGHT_GIB or any(m.id.pid in doomed for m in record.members), (
+            f"all of it runs again: {described(record)}"
+        )
+
+
+RUNNING, LOCKED, CHECKPOINTED = State.RUNNING, State.LOCKED, State.CHECKPOINTED
+PAIR = (Proc(gib=6), Proc(gib=6))
+
+#: Schedules that once ended badly, by what went wrong.
+EXAMPLES = {
+    "a refused command kept its claims": Schedule((Proc(),), (Step("suspend", events=(Event(0, "stop"),)),)),
+    "recover never had enough of a group of which one had died": Schedule(PAIR, (Step("suspend", events=(Event(0, "die", after_s=1.5),)),)),
+    "an unlock failed on the way back, and the exit code said that all was as found": Schedule(
+        PAIR, (Step("suspend", faults=(Fault(0, result="UNKNOWN"), Fault(2, result="UNKNOWN"))),)
+    ),
+    "one failed, another was in flight, and only the first was told": Schedule(
+        PAIR, (Step("suspend", faults=(Fault(2, result="OPERATING_SYSTEM"), Fault(3, seconds=500.0)), timeout_s=0.5),)
+    ),
+    "a killed caller of a restore made it lost": Schedule(
+        (Proc(),),
+        (Step("suspend"), Step("resume", faults=(Fault(0, seconds=500.0, caller_dies_s=0.0),), events=(Event(0, "stop", 0, 0.0),))),
+    ),
+    "no caller came to life, and the calls that had begun were forgotten": Schedule(
+        PAIR,
+        (Step("suspend", faults=(Fault(3, result="NO_CALLER"),)), Step("suspend"), Step("resume", faults=(Fault(1, result="NO_CALLER"),))),
+    ),
+    "two records held one process": Schedule(
+        (Proc(), Proc(busy_s=200.0)), (Step("suspend", events=(Event(3, "suspend", 1, 100.0, crash_at=9),), timeout_s=10.0),)
+    ),
+    "a suspend after a resume that was cut off left a process locked": Schedule(
+        (Proc(found=LOCKED, trait="import"), Proc(gpus=(0, 1))),
+        (Step("suspend"), Step("resume"), Step("suspend", events=(Event(2, "interrupt"),))),
+    ),
+    "somebody's allocation counted as memory that stayed": Schedule((Proc(found=LOCKED),), (Step("suspend", events=(Event(12, "take"),)),)),
+    "recover kept a process locked because another found no room": Schedule(
+        PAIR, (Step("suspend", events=(Event(40, "take"), Event(40, "crash")), faults=(Fault(2, result="UNKNOWN"),)),), gpu_gib=TIGHT_GIB
+    ),
+    "a restore that went on without controller and caller, and the next one on its GPU": Schedule(
+        (Proc(gib=6), Proc(group=1, gib=6)),
+        (
+            Step("suspend", (0,)),
+            Step("suspend", (1,)),
+            Step("resume", (0,), events=(Event(0, "kill-all", after_s=0.5),), faults=(Fault(0, seconds=500.0),)),
+            Step("resume", (1,)),
+        ),
+        gpu_gib=TIGHT_GIB,
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES.values(), ids=EXAMPLES.keys())
+def test_examples(schedule: Schedule) -> None:
+    check(schedule)
+
+
+@pytest.mark.parametrize("what", ["crash", "kill-all"])
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.5])
+@pytest.mark.parametrize("found", [(RUNNING, RUNNING), (RUNNING, CHECKPOINTED), (LOCKED, RUNNING)])
+def test_killed_at_every_point(what: str, after_s: float, found: tuple[State, State]) -> None:
+    """kill -9 between any two steps of a suspend, and of the resume that follows one."""
+    processes = (Proc(found=found[0]), Proc(gpus=(0, 1), found=found[1]))
+    killed = 0
+    for before, command in (((), "suspend"), ((Step("suspend"),), "resume")):
+        player = Player.of(Schedule(processes, ()))
+        points = [player.play(step).points for step in (*before, Step(command))][-1]
+        for point in range(points):
+            check(Schedule(processes, (*before, Step(command, events=(Event(point, what, after_s=after_s),)))))
+            killed += 1
+    assert killed > 60
+
+
+def run(count: int, commands: str, longest: int) -> None:
+    """Check *count* random schedules. A failing one is printed with what reproduces it."""
+    ran = 0
+
+    @settings(max_examples=count, deadline=None, print_blob=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(schedules(commands, longest))
+    def one(schedule: Schedule) -> None:
+        nonlocal ran
+        ran += 1
+        check(schedule)
+
+    one()
+    print(f"{ran} schedules")
+    assert ran >= count
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_suspends(part: int) -> None:
+    run(1000, "suspend", 1)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_resumes(part: int) -> None:
+    run(1000, "suspend resume", 2)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_sequences(part: int) -> None:
+    run(1000, "suspend resume recover", 4)
