@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -237,10 +235,3 @@ def test_the_dead_are_recovered(machine: Machine) -> None:
     machine.rewrite(members=member(record, pid=no_pid()))
     assert "ended; the entry was removed" in machine.gpuckpt("recover").document["recovered"][0]
     assert machine.records() == []
-
-
-def test_records_are_plain_json(machine: Machine) -> None:
-    machine.gpuckpt("suspend", machine.target().pid)
-    (path,) = (machine.state_dir / "groups").glob("*.json")
-    assert json.loads(path.read_text())["schema"] == 1
-    assert dataclasses.is_dataclass(machine)
