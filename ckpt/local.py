@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -65,8 +65,9 @@ class LocalWorld:
         self.command = command
         directory = environ.get("GPUCKPT_SIMULATE", "")
         self.simulated = bool(directory)
-        self.devices = devices(environ)
         self.callers = Callers(f"simulated:{directory}" if directory else "cuda")
+        self.callers.warm()  # first of all: it loads the driver while we load NVML, and can be forked only before that
+        self.devices = devices(environ)
         self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
         me = processes.read(os.getpid())
         self.me = me.id if me else ProcessId(os.getpid(), 0)
@@ -74,7 +75,6 @@ class LocalWorld:
         self._signals: list[int] = []
         self._wake, self._wakened = socket.socketpair()
         self.root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
-        self._waiting: Callable[[str], None] = lambda _: None
 
     def __enter__(self) -> LocalWorld:
         return self
@@ -121,7 +121,6 @@ class LocalWorld:
     # Looking.
 
     def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
-        self.callers.warm()
         self._check_driver()
         gpus = self.devices.gpus()
         held = self.devices.processes()

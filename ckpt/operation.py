@@ -179,6 +179,7 @@ class Operation(Walk):
             self.world.simulated,
             rows,
             self.seconds(),
+            tuple(self.steps),
             hazards=self.hazards,
             warnings=tuple(self.warnings),
             details={"dry_run": True, "plan": {"steps": steps, **more}},

@@ -42,7 +42,6 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
 
     Raises ``NoSuchProcess`` for a target that neither lives nor is in the journal, ``NoCudaState`` if nothing of it holds GPU memory.
     """
-    world.callers.warm()
     gpus = world.devices.gpus()
     held = world.devices.processes()
     procs = processes.table()

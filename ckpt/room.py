@@ -5,11 +5,11 @@ A restore that runs out of memory loses the process, so nothing here guesses: un
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
-from gpuckpt.model import Gpu, GpuBytes, State
+from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
 from gpuckpt.walk import Walk
 from gpuckpt.words import duration, size
 
@@ -44,11 +44,15 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
     gpus = [g for g in walk.world.gpus() if g.uuid in needed]
     walk.claims.append(walk.world.claim_gpus(gpus, max(until, walk.deadline)))
     with walk.step("room"):
-        while short := shortages(walk, needed, gpu_map):
+        while True:
+            coming = unclaimed_restores(walk, needed)
+            short = shortages(walk, needed, gpu_map)
+            if not coming and not short:
+                return
             if walk.world.now() >= until or walk.world.interruptions or any(s.kind == "missing" for s in short):
                 walk.check_interruption()
-                raise no_room(walk, short[0])
-            walk.say("room", f"waiting for room on {short[0].uuid}")
+                raise no_room(walk, short[0]) if short else still_coming(walk, coming[0])
+            walk.say("room", f"waiting for {f'room on {short[0].uuid}' if short else f'the restore of pid {coming[0]} to end'}")
             walk.world.wait((), min(until, walk.world.now() + 0.2))
 
 
@@ -57,6 +61,32 @@ def shortages(walk: Walk, needed: Mapping[str, int], gpu_map: Mapping[str, str])
     assert walk.record is not None
     recorded = {} if gpu_map else {g.uuid: g for g in walk.record.gpus}
     return plan.shortages(needed, recorded, walk.world.gpus())
+
+
+def unclaimed_restores(walk: Walk, uuids: Collection[str]) -> list[ProcessId]:
+    """Processes of other groups whose restore onto one of these GPUs may be under way although nobody holds the GPU for it.
+
+    The driver goes on with a restore when its controller and its caller are killed together, as by the end of a service or
+    container. What it has yet to take would look free to us.
+    """
+    assert walk.record is not None
+    found = []
+    for record in walk.world.journal.records():
+        if record.id != walk.record.id and record.status is not Status.SUSPENDED:
+            near = [m.id for m in record.members if not m.gpus or any(g.uuid in uuids for g in m.gpus)]
+            found += [p for p, state in walk.world.states(near).items() if state is State.BLOCKED]
+    return found
+
+
+def still_coming(walk: Walk, process: ProcessId) -> GpuckptError:
+    stopped = f"kill -CONT {process}, then " if walk.world.stopped(process) else "when it has ended, "
+    return errors.Busy(
+        f"{walk.world.describe(process.pid)} was left in the middle on the same GPU, and the driver may still be restoring it; "
+        "nothing was restored; the suspended process is intact",
+        hint=f"{stopped}gpuckpt recover",
+        pid=process.pid,
+        step="room",
+    )
 
 
 def need(walk: Walk, gpu_map: Mapping[str, str]) -> dict[str, int]:

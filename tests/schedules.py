@@ -16,6 +16,7 @@ from tests.memory_world import Crash, MemoryWorld
 
 ACCEPT = frozenset({"possible-import", "nccl-communicator"})
 FIRST_PID = 101
+FIRST_PIDS = range(FIRST_PID, FIRST_PID + 4)
 ROOMY_GIB = 80
 TIGHT_GIB = 12
 
@@ -36,9 +37,9 @@ class Proc:
 class Event:
     """*what* happens *after_s* seconds after the *point* of its command, to process or GPU number *which*.
 
-    To the controller: crash, interrupt. To a process: die, stop, cont, kill-callers, born (a new one in its group).
-    To a GPU: take, free, query-fails, query-works. To the journal: full, writable. And whole commands of another controller,
-    on a process: suspend, resume, recover; with a *crash_at* they are killed at that point.
+    To the controller: crash, interrupt, kill-all (its callers are killed with it). To a process: die, stop, cont, kill-callers,
+    born (a new one in its group). To a GPU: take, free, query-fails, query-works. To the journal: full, writable. And whole
+    commands of another controller, on a process: suspend, resume, recover; with a *crash_at* they are killed at that point.
     """
 
     point: int
@@ -167,6 +168,10 @@ class Player:
         match event.what:
             case "crash":
                 world.kill()
+            case "kill-all":
+                for other in FIRST_PIDS:
+                    machine.kill_callers(other)
+                world.kill()
             case "interrupt":
                 world.interruptions.append(2)
             case "die":
@@ -223,7 +228,7 @@ def processes() -> st.SearchStrategy[tuple[Proc, ...]]:
 
 def events() -> st.SearchStrategy[tuple[Event, ...]]:
     what = st.sampled_from(
-        "crash crash crash interrupt interrupt die stop cont kill-callers kill-callers born take free query-fails query-works "
+        "crash crash kill-all interrupt interrupt die stop cont kill-callers kill-callers born take free query-fails query-works "
         "full writable suspend resume recover".split()
     )
     one = st.builds(Event, st.integers(0, 60), what, st.integers(0, 3), SECONDS, st.none() | st.integers(0, 50))

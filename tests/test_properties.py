@@ -6,16 +6,24 @@ The real plan, walk, operation, recovery and record types, against a machine in 
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, note, settings
+import pytest
+from hypothesis import HealthCheck, currently_in_test_context, given, settings
+from hypothesis import note as hypothesis_note
 
 from gpuckpt import errors
 from gpuckpt.journal import Record
 from gpuckpt.model import State, Status
 from gpuckpt.recovery import unfinished
+from tests.memory_machine import Fault
 from tests.memory_world import MemoryWorld, described
-from tests.schedules import TIGHT_GIB, Played, Player, Schedule, Step, schedules
+from tests.schedules import TIGHT_GIB, Event, Played, Player, Proc, Schedule, Step, schedules
 
 AS_FOUND = (1, 5, 6, 124, 130)
+
+
+def note(text: str) -> None:
+    """Say *text* if this schedule fails."""
+    (hypothesis_note if currently_in_test_context() else print)(text)
 
 
 def check(schedule: Schedule) -> None:
@@ -133,6 +141,72 @@ def check_restorable(player: Player) -> None:
         )
 
 
+RUNNING, LOCKED, CHECKPOINTED = State.RUNNING, State.LOCKED, State.CHECKPOINTED
+PAIR = (Proc(gib=6), Proc(gib=6))
+
+#: Schedules that once ended badly, by what went wrong.
+EXAMPLES = {
+    "a refused command kept its claims": Schedule((Proc(),), (Step("suspend", events=(Event(0, "stop"),)),)),
+    "recover never had enough of a group of which one had died": Schedule(PAIR, (Step("suspend", events=(Event(0, "die", after_s=1.5),)),)),
+    "an unlock failed on the way back, and the exit code said that all was as found": Schedule(
+        PAIR, (Step("suspend", faults=(Fault(0, result="UNKNOWN"), Fault(2, result="UNKNOWN"))),)
+    ),
+    "one failed, another was in flight, and only the first was told": Schedule(
+        PAIR, (Step("suspend", faults=(Fault(2, result="OPERATING_SYSTEM"), Fault(3, seconds=500.0)), timeout_s=0.5),)
+    ),
+    "a killed caller of a restore made it lost": Schedule(
+        (Proc(),),
+        (Step("suspend"), Step("resume", faults=(Fault(0, seconds=500.0, caller_dies_s=0.0),), events=(Event(0, "stop", 0, 0.0),))),
+    ),
+    "no caller came to life, and the calls that had begun were forgotten": Schedule(
+        PAIR,
+        (Step("suspend", faults=(Fault(3, result="NO_CALLER"),)), Step("suspend"), Step("resume", faults=(Fault(1, result="NO_CALLER"),))),
+    ),
+    "two records held one process": Schedule(
+        (Proc(), Proc(busy_s=200.0)), (Step("suspend", events=(Event(3, "suspend", 1, 100.0, crash_at=9),), timeout_s=10.0),)
+    ),
+    "a suspend after a resume that was cut off left a process locked": Schedule(
+        (Proc(found=LOCKED, trait="import"), Proc(gpus=(0, 1))),
+        (Step("suspend"), Step("resume"), Step("suspend", events=(Event(2, "interrupt"),))),
+    ),
+    "somebody's allocation counted as memory that stayed": Schedule((Proc(found=LOCKED),), (Step("suspend", events=(Event(12, "take"),)),)),
+    "recover kept a process locked because another found no room": Schedule(
+        PAIR, (Step("suspend", events=(Event(40, "take"), Event(40, "crash")), faults=(Fault(2, result="UNKNOWN"),)),), gpu_gib=TIGHT_GIB
+    ),
+    "a restore that went on without controller and caller, and the next one on its GPU": Schedule(
+        (Proc(gib=6), Proc(group=1, gib=6)),
+        (
+            Step("suspend", (0,)),
+            Step("suspend", (1,)),
+            Step("resume", (0,), events=(Event(0, "kill-all", after_s=0.5),), faults=(Fault(0, seconds=500.0),)),
+            Step("resume", (1,)),
+        ),
+        gpu_gib=TIGHT_GIB,
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", EXAMPLES.values(), ids=EXAMPLES.keys())
+def test_examples(schedule: Schedule) -> None:
+    check(schedule)
+
+
+@pytest.mark.parametrize("what", ["crash", "kill-all"])
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.5])
+@pytest.mark.parametrize("found", [(RUNNING, RUNNING), (RUNNING, CHECKPOINTED), (LOCKED, RUNNING)])
+def test_killed_at_every_point(what: str, after_s: float, found: tuple[State, State]) -> None:
+    """kill -9 between any two steps of a suspend, and of the resume that follows one."""
+    processes = (Proc(found=found[0]), Proc(gpus=(0, 1), found=found[1]))
+    killed = 0
+    for before, command in (((), "suspend"), ((Step("suspend"),), "resume")):
+        player = Player.of(Schedule(processes, ()))
+        points = [player.play(step).points for step in (*before, Step(command))][-1]
+        for point in range(points):
+            check(Schedule(processes, (*before, Step(command, events=(Event(point, what, after_s=after_s),)))))
+            killed += 1
+    assert killed > 60
+
+
 def run(count: int, commands: str, longest: int) -> None:
     """Check *count* random schedules. A failing one is printed with what reproduces it."""
     ran = 0
@@ -149,13 +223,16 @@ def run(count: int, commands: str, longest: int) -> None:
     assert ran >= count
 
 
-def test_suspends() -> None:
-    run(700, "suspend", 1)
+@pytest.mark.parametrize("part", range(2))
+def test_suspends(part: int) -> None:
+    run(1000, "suspend", 1)
 
 
-def test_resumes() -> None:
-    run(700, "suspend resume", 2)
+@pytest.mark.parametrize("part", range(2))
+def test_resumes(part: int) -> None:
+    run(1000, "suspend resume", 2)
 
 
-def test_sequences() -> None:
-    run(700, "suspend resume recover", 4)
+@pytest.mark.parametrize("part", range(2))
+def test_sequences(part: int) -> None:
+    run(1000, "suspend resume recover", 4)

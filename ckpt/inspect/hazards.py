@@ -142,12 +142,12 @@ def nccl_ranks(pid: int, targets: Iterable[str] | None = None) -> list[str]:
 def _open_files(pid: int) -> list[str]:
     found = []
     try:
-        names = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
+        names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
         return []
     for name in names:
         try:
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
         except OSError:
             continue
     return found
