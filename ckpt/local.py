@@ -96,8 +96,12 @@ class LocalWorld:
         return self._signals
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGHUP into :attr:`interruptions` (in the main thread; elsewhere signals are not ours)."""
+    def interruptible(self, *, restore: bool = False) -> Iterator[None]:
+        """Turn SIGINT, SIGTERM and SIGHUP into :attr:`interruptions` (in the main thread; elsewhere signals are not ours).
+
+        Afterwards a command ignores them until it exits: a signal that comes when all is done must not turn the exit status into
+        "interrupted, as it was found". A program that lives on gets its handlers back (*restore*).
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -115,7 +119,7 @@ class LocalWorld:
             yield
         finally:
             for s, handler in before.items():
-                signal.signal(s, handler)
+                signal.signal(s, handler if restore else signal.SIG_IGN)
 
     # Looking.
 
