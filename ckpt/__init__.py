@@ -86,7 +86,7 @@ def resume(
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
 
-    with LocalWorld() as world, world.interruptible(restore=True):
+    with LocalWorld(command="resume") as world, world.interruptible(restore=True):
         operation = Operation(world, "resume", timeout_s=timeout_s, tell=tell)
         return operation.resume(pids, wished=gpus, to_gpu=to_gpu, wait_s=wait_s)
 

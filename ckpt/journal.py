@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import time
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +45,7 @@ class Record:
     members: tuple[Member, ...]
     gpus: tuple[Gpu, ...]  # those that the members were on, as they were at suspend
     retained: Mapping[str, int] = field(default_factory=dict)  # bytes that stayed on a GPU although suspended
-    id: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    id: str = field(default_factory=lambda: os.urandom(6).hex())
     boot_id: str = ""
     by: str = ""  # "alice (uid 1000)"
     controller: ProcessId | None = None

@@ -9,13 +9,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from gpuckpt import errors, plan
-from gpuckpt.driver.api import CallError, Devices
+from gpuckpt.driver.api import OLDEST_CUDA, CallError, Devices
 from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
@@ -59,21 +59,22 @@ class FileClaim:
 
 
 class LocalWorld:
-    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one command."""
+    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one *command*, which hints name."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ, *, command: str = "suspend") -> None:
+        self.command = command
         directory = environ.get("GPUCKPT_SIMULATE", "")
         self.simulated = bool(directory)
-        self.devices = devices(environ)
         self.callers = Callers(f"simulated:{directory}" if directory else "cuda")
+        self.callers.warm()  # first of all: it loads the driver while we load NVML, and can be forked only before that
+        self.devices = devices(environ)
         self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
         me = processes.read(os.getpid())
         self.me = me.id if me else ProcessId(os.getpid(), 0)
         self.user = f"{processes.user_name(os.geteuid())} (uid {os.geteuid()})"
         self._signals: list[int] = []
         self._wake, self._wakened = socket.socketpair()
-        self._root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
-        self._waiting: Callable[[str], None] = lambda _: None
+        self.root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
 
     def __enter__(self) -> LocalWorld:
         return self
@@ -124,7 +125,7 @@ class LocalWorld:
     # Looking.
 
     def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
-        self.callers.warm()
+        self._check_driver()
         gpus = self.devices.gpus()
         held = self.devices.processes()
         procs = processes.table()
@@ -138,12 +139,12 @@ class LocalWorld:
             if os.geteuid() not in (0, uid):
                 raise errors.PermissionDenied(
                     f"pid {p.pid} ({p.name}) belongs to {processes.user_name(uid)}; nothing was touched",
-                    hint=f"sudo gpuckpt suspend {p.pid}",
+                    hint=f"sudo gpuckpt {self.command} {p.pid}",
                     pid=p.pid,
                 )
         found: list[Hazard] = []
         for p in members.values():
-            found += hazards.of_process(p, procs[p.pid])
+            found += hazards.of_process(p, procs[p.pid], self.root)
         found += hazards.possible_imports(members, related)
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
@@ -164,7 +165,7 @@ class LocalWorld:
             if pid in seen:
                 continue
             seen.add(pid)
-            near = processes.relatives(pid, procs)
+            near = processes.relatives(pid, procs, self.root)
             cuda = self.cuda_processes([pid, *near], procs, held)
             if pid in cuda:
                 members[pid] = cuda[pid]
@@ -182,10 +183,13 @@ class LocalWorld:
         contexts = self.devices.contexts(list(loaded))
         asked = [procs[p].id for p in loaded]
         states = self.states(asked)
+        journalled = {m.id for r in self.journal.records() for m in r.members}
         found = {}
         for id_ in asked:
             state, pid = states[id_], id_.pid
-            if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.BLOCKED, State.DENIED) and pid not in contexts):
+            if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.DENIED) and pid not in contexts):
+                continue
+            if state is State.BLOCKED and pid not in contexts and id_ not in journalled:
                 continue
             gpus = tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items()))
             found[pid] = GpuProcess(
@@ -206,7 +210,7 @@ class LocalWorld:
             proc = processes.read(process.pid)
             if proc is None or proc.start_ticks != process.start_ticks:
                 found[process] = State.GONE
-            elif proc.stopped or processes.frozen(process.pid):
+            elif proc.stopped or processes.frozen(process.pid, self.root):
                 found[process] = State.BLOCKED  # the driver would not answer
             else:
                 try:
@@ -233,7 +237,7 @@ class LocalWorld:
 
     def stopped(self, process: ProcessId) -> bool:
         proc = processes.read(process.pid)
-        return proc is not None and (proc.stopped or processes.frozen(process.pid))
+        return proc is not None and (proc.stopped or processes.frozen(process.pid, self.root))
 
     def gpus(self) -> tuple[Gpu, ...]:
         return self.devices.gpus()
@@ -302,15 +306,27 @@ class LocalWorld:
             raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[0])
         if self.now() >= until:
             holder = _holder(fd)
-            who = self.describe(holder) if holder else "another gpuckpt"
+            if holder is not None and processes.read(holder) is not None:
+                what = f"{self.describe(holder)} is at work on {name}"
+            else:
+                holder, what = None, f"a driver call that an earlier gpuckpt began is still under way on {name}"
             raise errors.Busy(
-                f"{who} is at work on {name}; nothing was touched by us",
+                f"{what}; nothing was touched by us",
                 hint="wait for it, or give a longer --timeout (gpuckpt status shows what it does)",
                 pid=holder,
             )
         self.wait((), min(until, self.now() + _POLL_S))
 
     # Saying no.
+
+    def _check_driver(self) -> None:
+        version = self.devices.version()
+        if version.cuda < OLDEST_CUDA:
+            raise errors.DriverTooOld(
+                f"the NVIDIA driver {version.package} (CUDA {version.cuda[0]}.{version.cuda[1]}) cannot checkpoint processes: that takes "
+                f"CUDA {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]}; nothing was touched",
+                hint="update the NVIDIA driver to 570 or newer; gpuckpt doctor explains",
+            )
 
     def _check_target(self, pid: int, procs: dict[int, Proc]) -> None:
         if pid in procs:
@@ -330,7 +346,7 @@ class LocalWorld:
         group = processes.thread_group(pid)
         if group is not None and group != pid:
             raise errors.NotAProcess(
-                f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt suspend {group}", pid=pid
+                f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt {self.command} {group}", pid=pid
             )
         raise errors.NoSuchProcess(f"there is no process {pid}", hint="gpuckpt ps lists what can be suspended", pid=pid)
 
@@ -340,7 +356,7 @@ class LocalWorld:
             if os.geteuid() not in (0, uid):
                 raise errors.PermissionDenied(
                     f"pid {pid} ({processes.command(pid)}) belongs to {processes.user_name(uid)}; nothing was touched",
-                    hint=f"sudo gpuckpt suspend {pid}",
+                    hint=f"sudo gpuckpt {self.command} {pid}",
                     pid=pid,
                 )
         names = ", ".join(f"{p} ({processes.command(p)})" for p in targets)
@@ -358,7 +374,7 @@ class LocalWorld:
             return 0, None, []
         rooms: dict[str, tuple[HostRoom, int]] = {}
         for p in going:
-            for room in host.host_rooms(p.pid, self._root):
+            for room in host.host_rooms(p.pid, self.root):
                 known = rooms.get(room.limit)
                 rooms[room.limit] = (room, (known[1] if known else 0) + plan.image_need_bytes(p.gpus))
         short = [
@@ -371,7 +387,7 @@ class LocalWorld:
             for room, need in rooms.values()
             if need > room.available_bytes
         ]
-        ray = host.ray_monitor(going[0].pid, self._root)
+        ray = host.ray_monitor(going[0].pid, self.root)
         if ray is not None and ray.would_kill(needed):
             short.append(
                 Hazard(

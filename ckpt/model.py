@@ -109,6 +109,10 @@ class GpuProcess:
         return sum(g.nbytes or 0 for g in self.gpus)
 
 
+#: Kinds of hazards that a person may take on with ``--accept-loss``.
+ACCEPTABLE_HAZARDS = ("possible-import", "nccl-communicator", "rdma", "mps", "host-memory")
+
+
 @dataclass(frozen=True, slots=True)
 class Hazard:
     """Something that makes a suspend unsafe. ``acceptable`` ones can be taken on by ``--accept-loss KIND``."""

@@ -16,6 +16,7 @@ from gpuckpt.journal import Member, Record
 from gpuckpt.model import (
     GpuProcess,
     GpuReport,
+    Hazard,
     Inventory,
     ProcessId,
     ProcessReport,
@@ -51,6 +52,7 @@ class Operation(Walk):
         """Checkpoint the group of *targets*. Raises a :class:`GpuckptError` whose ``report`` tells how each process was left."""
         with self.holding():
             inventory = self._inspect(targets, tree)
+            self._refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
             self.set_deadline(sum(p.nbytes for p in inventory.processes))
             inventory, targets = self._claim_group(inventory, targets, tree)
             if all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self._left_in_the_middle(inventory):
@@ -79,6 +81,7 @@ class Operation(Walk):
             with self.step("inspect"):
                 record, inventory = self._group_to_resume(targets)
             while record is not None:
+                self._refuse_stopped(record.members)
                 self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
                 self.claims.append(self._claim(m.id for m in record.members))
                 before, (record, inventory) = record, self._group_to_resume(targets)
@@ -91,7 +94,7 @@ class Operation(Walk):
                 return self._already(inventory)
             self.record = record
             self.look()
-            self._refuse_stopped()
+            self._refuse_unanswered()
             self.world.journal.prepare()
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
             if any(s is State.CHECKPOINTED for s in self.now.values()):
@@ -112,7 +115,7 @@ class Operation(Walk):
                 return None
             self.look()
             goal = plan.recovery_goal(record.status, record.found, self.now)
-            self._refuse_stopped()
+            self._refuse_unanswered()
             reachable, blocked = self._with_room(goal, wait_s=0.0)
             failures = self.walk(reachable)
             if blocked is not None and not failures:
@@ -152,7 +155,7 @@ class Operation(Walk):
         self.look()
         gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
         need = room.need(self, gpu_map)
-        short = plan.shortages(need, {}, self.world.gpus())
+        short = room.shortages(self, need, gpu_map)
         found = [p for p in self._report(ok=True).processes if p.state != "gone"]
         report = self._previewed(
             plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING)),
@@ -176,6 +179,7 @@ class Operation(Walk):
             self.world.simulated,
             rows,
             self.seconds(),
+            tuple(self.steps),
             hazards=self.hazards,
             warnings=tuple(self.warnings),
             details={"dry_run": True, "plan": {"steps": steps, **more}},
@@ -196,9 +200,7 @@ class Operation(Walk):
                     hint="run it as its owner or as root, with CAP_SYS_PTRACE in a container (gpuckpt doctor explains)",
                     pid=p.pid,
                 )
-        for hazard in inventory.hazards:
-            if not (hazard.acceptable and hazard.kind in self.accept):
-                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
+        self._refuse_hazards(inventory.hazards)
         for p in inventory.processes:
             if p.state not in plan.DEPTH:
                 raise errors.Busy(
@@ -206,6 +208,11 @@ class Operation(Walk):
                     hint="try again when it has ended; gpuckpt status tells",
                     pid=p.pid,
                 )
+
+    def _refuse_hazards(self, hazards: Iterable[Hazard]) -> None:
+        for hazard in hazards:
+            if not (hazard.acceptable and hazard.kind in self.accept):
+                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
 
     # Finding the group.
 
@@ -274,7 +281,7 @@ class Operation(Walk):
             return None, inventory
         first = known[0] if known else Record(Status.SUSPENDED, (), inventory.gpus, by="another tool")
         gpus = {g.uuid: g for r in (first, *known) for g in r.gpus}
-        retained = {uuid: nbytes for r in known for uuid, nbytes in r.retained.items()}
+        retained = _sum(r.retained for r in known)
         return dataclasses.replace(
             first,
             members=tuple(members[p] for p in sorted(members)),
@@ -314,7 +321,7 @@ class Operation(Walk):
             Status.SUSPENDING,
             tuple(members),
             tuple(g for uuid, g in gpus.items() if uuid in on),
-            retained={uuid: nbytes for r in older for uuid, nbytes in r.retained.items()},
+            retained=_sum(r.retained for r in older),
             by=self.world.user,
             controller=self.world.me,
             replaces=tuple(i for r in older for i in (*r.replaces, r.id)),
@@ -330,7 +337,14 @@ class Operation(Walk):
     def _reinspect(self, targets: Sequence[int], tree: bool) -> None:
         """Everything is locked: a CUDA process born since the inspection, or a death, ends the operation."""
         with self.step("re-inspect"):
-            inventory = self.world.inspect([t for t in targets if t in {p.pid for p in self.now}] or [p.pid for p in self.now], tree=tree)
+            try:
+                inventory = self.world.inspect(
+                    [t for t in targets if t in {p.pid for p in self.now}] or [p.pid for p in self.now], tree=tree
+                )
+            except (errors.NoSuchProcess, errors.NoCudaState) as e:
+                raise errors.Aborted(
+                    f"pid {e.pid} ended while its group was being locked; nothing was checkpointed", pid=e.pid, step="re-inspect"
+                ) from e
         for p in inventory.processes:
             if p.id not in self.now:
                 raise errors.Aborted(
@@ -446,7 +460,9 @@ class Operation(Walk):
         if unfinished and (self.command == "suspend" or len(down) < len(self.record.members)):
             return  # the record says so
         if any(self.now.get(m.id, State.GONE) is not State.GONE for m in down):
+            members = self.record.members
             self.save(status=Status.SUSPENDED, members=tuple(down))
+            self.record = dataclasses.replace(self.record, members=members)  # the report is about all of them
         else:
             self.world.journal.remove(*self.record.replaces, self.record.id)
 
@@ -510,18 +526,22 @@ class Operation(Walk):
 
     # Small things.
 
-    def _refuse_stopped(self) -> None:
-        """Before a resume acts: every process must answer, and none may be stopped."""
-        assert self.record is not None
-        for m in self.record.members:
-            if self.now[m.id] is State.FAILED and not m.lost:
-                self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
-            elif self.now[m.id] is State.BLOCKED and self.world.stopped(m.id):
+    def _refuse_stopped(self, members: Iterable[Member]) -> None:
+        for m in members:
+            if self.world.stopped(m.id):
                 raise errors.Stopped(
                     f"{self.world.describe(m.id.pid)} is stopped; every driver call on it would hang",
                     hint=f"kill -CONT {m.id}",
                     pid=m.id.pid,
                 )
+
+    def _refuse_unanswered(self) -> None:
+        """Before a resume acts: every process must answer, and none may be stopped."""
+        assert self.record is not None
+        self._refuse_stopped(m for m in self.record.members if self.now[m.id] is State.BLOCKED)
+        for m in self.record.members:
+            if self.now[m.id] is State.FAILED and not m.lost:
+                self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
             elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:
                 raise errors.InFlight(
                     f"the driver does not answer for {self.world.describe(m.id.pid)} (state {self.now[m.id]}"
@@ -529,6 +549,15 @@ class Operation(Walk):
                     hint="when it has ended: gpuckpt recover",
                     pid=m.id.pid,
                 )
+
+
+def _sum(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Retained bytes by GPU, of several records together."""
+    total: dict[str, int] = {}
+    for record in retained:
+        for uuid, nbytes in record.items():
+            total[uuid] = total.get(uuid, 0) + nbytes
+    return total
 
 
 def _member(p: GpuProcess) -> Member:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpuckpt import errors
 from gpuckpt.inspect import processes
@@ -42,7 +43,6 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
 
     Raises ``NoSuchProcess`` for a target that neither lives nor is in the journal, ``NoCudaState`` if nothing of it holds GPU memory.
     """
-    world.callers.warm()
     gpus = world.devices.gpus()
     held = world.devices.processes()
     procs = processes.table()
@@ -51,7 +51,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     warnings = [void_words(r) for r in void] + world.journal.unreadable()
     members = {m.id: (r, m) for r in records for m in r.members}
 
-    wanted = set(procs) if not targets else _reach(targets, procs, records)
+    wanted = set(procs) if not targets else _reach(targets, procs, records, world.root)
     loaded = world.devices.loaded([p for p in wanted if p in procs and p != world.me.pid])
     contexts = world.devices.contexts(list(loaded))
     busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and _claimed(world, p.id)}
@@ -66,7 +66,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
             state in (State.RUNNING, State.DENIED, State.BLOCKED) and pid not in contexts and not member
         ):
             continue
-        word, note = _word(state, proc.stopped, proc.id in busy, record, member)
+        word, note = _word(state, proc.stopped, proc.id in busy, record, member, pid in contexts)
         rows.append(
             Row(
                 pid,
@@ -74,7 +74,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
                 processes.user_name(processes.uid_of(pid)),
                 word,
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
-                world.devices.image_bytes(pid) if state is State.CHECKPOINTED else 0,
+                world.devices.image_bytes(pid) if word == "suspended" else 0,
                 record.since if record and word == "suspended" else None,
                 record.by if record else "",
                 record.id if record else "",
@@ -93,10 +93,10 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     return Overview(gpus, tuple(rows), tuple(warnings))
 
 
-def _reach(targets: Sequence[int], procs: dict[int, processes.Proc], records: Sequence[Record]) -> set[int]:
+def _reach(targets: Sequence[int], procs: dict[int, processes.Proc], records: Sequence[Record], root: Path) -> set[int]:
     found = set(targets)
     for t in targets:
-        found |= set(processes.relatives(t, procs))
+        found |= set(processes.relatives(t, procs, root))
     for r in records:
         if any(m.id.pid in targets for m in r.members):
             found |= {m.id.pid for m in r.members}
@@ -111,7 +111,7 @@ def _claimed(world: LocalWorld, process: ProcessId) -> bool:
     return False
 
 
-def _word(state: State, stopped: bool, busy: bool, record: Record | None, member: Member | None) -> tuple[str, str]:
+def _word(state: State, stopped: bool, busy: bool, record: Record | None, member: Member | None, has_context: bool) -> tuple[str, str]:
     if member is not None and member.lost:
         return "lost", member.lost
     if busy:
@@ -119,8 +119,9 @@ def _word(state: State, stopped: bool, busy: bool, record: Record | None, member
             return "in-flight", member.waiting
         return (str(record.status) if record and record.status is not Status.SUSPENDED else "in-flight"), "another gpuckpt is at work on it"
     if stopped:
-        suspended = record is not None and record.status is Status.SUSPENDED
-        return "stopped", "suspended, and stopped by a signal" if suspended else "stopped by a signal: the driver would not answer"
+        if record is not None and record.status is Status.SUSPENDED and not has_context:
+            return "suspended", "stopped by a signal: kill -CONT before a resume"
+        return "stopped", "stopped by a signal: the driver would not answer"
     if state is State.BLOCKED:
         return "in-flight", member.waiting if member else "the driver does not answer: a call on it is under way"
     if record is not None and record.status is not Status.SUSPENDED:

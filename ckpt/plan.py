@@ -85,12 +85,19 @@ def image_need_bytes(held: Iterable[GpuBytes]) -> int:
     return nbytes + nbytes // 64 + IMAGE_MARGIN_BYTES
 
 
-def room_need_bytes(held: Iterable[GpuBytes], retained: Mapping[str, int], gpu_map: Mapping[str, str]) -> dict[str, int]:
-    """Free bytes that restoring processes holding *held* needs, by UUID of the GPU that they go to."""
+def room_need_bytes(
+    held: Iterable[GpuBytes], retained: Mapping[str, int], gpu_map: Mapping[str, str], spare: Mapping[str, int | None] | None = None
+) -> dict[str, int]:
+    """Free bytes that restoring processes holding *held* needs, by UUID of the GPU that they go to.
+
+    *spare*: what was free beside them when they were suspended. The margin is no larger, or a full GPU would never take them back.
+    """
     need: dict[str, int] = {}
     for g in held:
         target = gpu_map.get(g.uuid, g.uuid)
-        need[target] = need.get(target, RESTORE_MARGIN_BYTES) + (g.nbytes or 0)
+        known = (spare or {}).get(g.uuid)
+        margin = RESTORE_MARGIN_BYTES if known is None else min(known, RESTORE_MARGIN_BYTES)
+        need[target] = need.get(target, margin) + (g.nbytes or 0)
     for uuid, nbytes in retained.items():
         target = gpu_map.get(uuid, uuid)
         if target in need:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
 from gpuckpt.model import Report, State, Status
@@ -33,6 +34,9 @@ def recover_all(world: World, tell: Callable[[Progress], None] | None = None) ->
         operation = Operation(world, "recover", tell=tell)
         try:
             report = operation.recover(record)
+        except errors.Busy as e:
+            reports.append(_left_alone(record, e, world.simulated))
+            continue
         except GpuckptError as e:
             report = e.report or Report("recover", False, world.simulated, error=e.as_dict())
         if report is None:
@@ -41,17 +45,32 @@ def recover_all(world: World, tell: Callable[[Progress], None] | None = None) ->
     return reports
 
 
+def _left_alone(record: Record, busy: errors.Busy, simulated: bool) -> Report:
+    """Another gpuckpt is at work, and will end what it began; or only a call that an earlier one left, if nobody answers for the claim."""
+    error = None
+    if busy.pid is None:
+        error = errors.InFlight(
+            f"a driver call of an earlier gpuckpt is still under way on {names(record)}", hint="when it has ended: gpuckpt recover"
+        ).as_dict()
+    text = f"{names(record)}: left alone, {busy.message if error is None else 'a driver call is still under way'}"
+    return Report("recover", error is None, simulated, error=error, details={"recovered": text})
+
+
+def names(record: Record) -> str:
+    return ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
+
+
 def words(record: Record, operation: Operation, ok: bool) -> str:
     """What became of *record*, for a person."""
     states = operation.now
-    names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
+    who = names(record)
     if states and all(s is State.GONE for s in states.values()):
-        return f"{names}: ended; the entry was removed"
+        return f"{who}: ended; the entry was removed"
     if record.status is Status.SUSPENDED:
-        return f"{names}: {', '.join(sorted({str(s) for s in states.values()}))}"
+        return f"{who}: {', '.join(sorted({str(s) for s in states.values()}))}"
     verb = {Status.SUSPENDING: "suspend", Status.UNDOING: "suspend", Status.RESUMING: "resume"}[record.status]
     if not ok:
-        return f"{names}: the {verb} stays in the middle"
+        return f"{who}: the {verb} stays in the middle"
     down = all(s in (State.CHECKPOINTED, State.GONE) for s in states.values())
     finished = down == (verb == "suspend")
-    return f"{names}: the {verb} was {'finished' if finished else 'undone'}"
+    return f"{who}: the {verb} was {'finished' if finished else 'undone'}"

@@ -43,11 +43,10 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
     needed = need(walk, gpu_map)
     gpus = [g for g in walk.world.gpus() if g.uuid in needed]
     walk.claims.append(walk.world.claim_gpus(gpus, max(until, walk.deadline)))
-    recorded = {gpu_map.get(g.uuid, g.uuid): g for g in walk.record.gpus} if not gpu_map else {}
     with walk.step("room"):
         while True:
             coming = unclaimed_restores(walk, needed)
-            short = plan.shortages(needed, recorded, walk.world.gpus())
+            short = shortages(walk, needed, gpu_map)
             if not coming and not short:
                 return
             if walk.world.now() >= until or walk.world.interruptions or any(s.kind == "missing" for s in short):
@@ -55,6 +54,13 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
                 raise no_room(walk, short[0]) if short else still_coming(walk, coming[0])
             walk.say("room", f"waiting for {f'room on {short[0].uuid}' if short else f'the restore of pid {coming[0]} to end'}")
             walk.world.wait((), min(until, walk.world.now() + 0.2))
+
+
+def shortages(walk: Walk, needed: Mapping[str, int], gpu_map: Mapping[str, str]) -> list[plan.Shortage]:
+    """Why the restore may not be called now. On the GPUs that it came from they must be as they were; moved, that means nothing."""
+    assert walk.record is not None
+    recorded = {} if gpu_map else {g.uuid: g for g in walk.record.gpus}
+    return plan.shortages(needed, recorded, walk.world.gpus())
 
 
 def unclaimed_restores(walk: Walk, uuids: Collection[str]) -> list[ProcessId]:
@@ -95,7 +101,7 @@ def need(walk: Walk, gpu_map: Mapping[str, str]) -> dict[str, int]:
         else:
             image = walk.world.image_bytes(m.id)
             held += [GpuBytes(g.uuid, image) for g in (m.gpus or [GpuBytes(g.uuid, None) for g in walk.world.gpus()])]
-    return plan.room_need_bytes(held, walk.record.retained, gpu_map)
+    return plan.room_need_bytes(held, walk.record.retained, gpu_map, {g.uuid: g.free_bytes for g in walk.record.gpus})
 
 
 def no_room(walk: Walk, short: plan.Shortage) -> GpuckptError:

@@ -114,7 +114,7 @@ class Walk:
                 )
             except CallError as e:  # no process can be started: those that were are waited for
                 self.now[process] = world.states([process])[process]
-                not_made.append(Failure(process, self._error(phase.call, process, Outcome(e.result), self.now[process])))
+                not_made.append(Failure(process, self._error(phase.call, process, Outcome(e.result), self.now[process], gpu_map)))
         limit = self._limit(phase.call, begun)
         asked_to_stop = len(world.interruptions)
         while waiting := [c for c in calls.values() if c.outcome is None]:
@@ -129,9 +129,9 @@ class Walk:
                 )
             world.wait(waiting, min(limit, world.now() + 0.25) if self._tell else limit)
             self.say(phase.call)
-        return not_made + [f for process, call in calls.items() if (f := self._result(phase.call, process, call, limit))]
+        return not_made + [f for process, call in calls.items() if (f := self._result(phase.call, process, call, limit, gpu_map))]
 
-    def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float) -> Failure | None:
+    def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float, gpu_map: Mapping[str, str]) -> Failure | None:
         """Take in how one call ended."""
         outcome = pending.outcome
         if outcome is None:
@@ -149,13 +149,12 @@ class Walk:
             state = self.world.states([process])[process]
         self.now[process] = state
         if state is plan.RESULT[call] and (outcome.result == "VANISHED" or call in (Call.RESTORE, Call.UNLOCK)):
-            self.warnings.append(
-                f"{call} of pid {process} ended with {outcome.result}, but the driver says that it is {state}, as it should be"
-            )
+            how = "its caller was killed" if outcome.result == "VANISHED" else f"it failed with CUDA_ERROR_{outcome.result}"
+            self.warnings.append(f"{call} of pid {process}: {how}, but the driver completed the call: the process is {state}")
             return None
         if state is State.BLOCKED:
             return self._left_in_flight(call, process, pending.caller_pid)
-        error = self._error(call, process, outcome, state)
+        error = self._error(call, process, outcome, state, gpu_map)
         if isinstance(error, errors.Lost) and self.record is not None:
             self.record = self.record.with_member(process, lost=error.message)
             self.save()
@@ -179,7 +178,7 @@ class Walk:
             ),
         )
 
-    def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State) -> GpuckptError:
+    def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State, gpu_map: Mapping[str, str]) -> GpuckptError:
         """Words for a failed call. *state*: what the driver says of the process now."""
         who = self.world.describe(process.pid)
         where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
@@ -188,6 +187,12 @@ class Walk:
             return cls(outcome.message or outcome.result, hint="gpuckpt doctor", **where)
         if state is State.GONE:
             return errors.Aborted(f"{who} ended during {call}", **where)
+        if call is Call.RESTORE and state is State.CHECKPOINTED and gpu_map and outcome.result == "INVALID_VALUE":
+            return errors.NotAsFound(
+                f"the driver refused to restore {who} by this map of GPUs (CUDA_ERROR_INVALID_VALUE); it is still suspended",
+                hint=f"on the GPUs that it came from: gpuckpt resume {process}",
+                **where,
+            )
         if call is Call.RESTORE and state in (State.CHECKPOINTED, State.FAILED) and outcome.answered:
             return errors.Lost(
                 f"restore of {who} failed (CUDA_ERROR_{outcome.result}); its GPU state cannot be brought back",

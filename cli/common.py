@@ -19,6 +19,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
+#: Keys that the documents of some commands have beyond those of all, and what they are where the command failed.
+ONLY_OF: dict[str, dict[str, Any]] = {
+    "suspend": {"dry_run": False, "plan": None},
+    "resume": {"dry_run": False, "plan": None},
+    "ps": {"gpus": []},
+    "status": {"gpus": []},
+    "is-suspended": {"gpus": [], "suspended": None},
+    "recover": {"recovered": []},
+    "doctor": {"checks": []},
+    "demo": {"gpu_bytes": None, "host_bytes": None, "same_answer": None, "suspend_seconds": None, "resume_seconds": None},
+}
+
+
 class Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.4 on
     """``30s``, ``2m``, ``500ms``, ``1h``; a bare number is seconds; 0 is refused."""
 
@@ -97,7 +110,10 @@ def fail(command: str, as_json: bool, error: GpuckptError) -> NoReturn:
 
 
 def print_json(report: Report) -> None:
-    click.echo(json.dumps(report.as_dict()))
+    document = report.as_dict()
+    for key, value in ONLY_OF.get(report.command, {}).items():
+        document.setdefault(key, value)
+    click.echo(json.dumps(document))
 
 
 def warn(text: str) -> None:

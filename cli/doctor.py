@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from gpuckpt import doctor as examination
+from gpuckpt.cli.common import print_json
 from gpuckpt.errors import NoDriver, Refused
+from gpuckpt.model import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,16 +60,9 @@ def run(
     found = examine(found_devices)
     ok = all(c.status != "problem" for c in found)
     if as_json:
-        document = {
-            "schema": 1,
-            "command": "doctor",
-            "ok": ok,
-            "simulated": found_devices.simulated,
-            "checks": [{"name": c.name, "status": c.status, "message": c.message, "fix": c.fix} for c in found],
-            "seconds": round(time.monotonic() - begin, 3),
-            "error": None,
-        }
-        click.echo(json.dumps(document, indent=1))
+        told = [{"name": c.name, "status": c.status, "message": c.message, "fix": c.fix} for c in found]
+        seconds = round(time.monotonic() - begin, 3)
+        print_json(Report("doctor", ok, found_devices.simulated, seconds=seconds, details={"checks": told}))
     else:
         click.echo(table(found, terminal=sys.stdout.isatty(), simulated=found_devices.simulated))
     return 0 if ok else Refused.exit_code

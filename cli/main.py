@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import click
+
+from gpuckpt.errors import GpuckptError, Interrupted, Usage
 
 #: command -> (module, one line for the list of commands)
 COMMANDS = {
@@ -41,6 +44,27 @@ class Lazy(click.Group):
         module = importlib.import_module(f"gpuckpt.cli.{COMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.obj = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. What click would say in words alone has a document too."""
+        words: list[str] = ctx.obj
+        as_json = "--json" in words[: words.index("--")] if "--" in words else "--json" in words
+        command = next((w for w in words if w in COMMANDS), "")
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as e:
+            if not as_json or not command:
+                raise
+            error: GpuckptError = Usage(e.format_message(), hint=f"gpuckpt {command} --help")
+        except KeyboardInterrupt:
+            error = Interrupted("interrupted; nothing was touched")
+        from gpuckpt.cli.common import fail
+
+        return fail(command, as_json, error)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

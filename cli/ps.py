@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from gpuckpt.cli.common import Duration, execute, json_option, warn
+from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, print_json, warn
+from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Gpu, Report
 from gpuckpt.words import duration, size
 
@@ -20,7 +24,7 @@ COLOURS = {"running": "green", "suspended": "cyan", "lost": "red", "in-flight": 
 
 
 @click.command()
-@click.option("--watch", is_flag=True, help="Show it again every --interval until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Show it again every --interval until Ctrl-C; with --json, a document a line.")
 @click.option("--interval", "interval_s", type=Duration(), default="2s", show_default=True, help="With --watch.")
 @json_option
 def ps(watch: bool, interval_s: float, as_json: bool) -> None:
@@ -34,8 +38,8 @@ def ps(watch: bool, interval_s: float, as_json: bool) -> None:
       gpuckpt ps --watch
       gpuckpt ps --json
     """
-    if watch and not as_json:
-        _watch(interval_s)
+    if watch:
+        _watch(interval_s, as_json)
     execute("ps", as_json, lambda: as_report("ps", ()), show)
 
 
@@ -119,16 +123,28 @@ def picture(seen: Overview, *, simulated: bool) -> Group:
     return Group(gpus, "", table if seen.rows else nothing)
 
 
-def _watch(interval_s: float) -> None:
+def _watch(interval_s: float, as_json: bool) -> NoReturn:
+    """Until Ctrl-C: in place on a terminal, one after the other elsewhere."""
+    from rich.console import Console
     from rich.live import Live
 
-    with Live(auto_refresh=False, screen=False) as live:
-        try:
+    in_place = Live(auto_refresh=False) if Console().is_terminal and not as_json else None
+    try:
+        with in_place or contextlib.nullcontext():
             while True:
                 report = as_report("ps", ())
-                for w in report.warnings:
-                    warn(w)
-                live.update(picture(report.details["_overview"], simulated=report.simulated), refresh=True)
+                if as_json:
+                    print_json(report)
+                else:
+                    for w in report.warnings:
+                        warn(w)
+                    if in_place:
+                        in_place.update(picture(report.details["_overview"], simulated=report.simulated), refresh=True)
+                    else:
+                        show(report)
+                sys.stdout.flush()
                 time.sleep(interval_s)
-        except KeyboardInterrupt:
-            return
+    except KeyboardInterrupt:
+        finish(128 + signal.SIGINT)
+    except GpuckptError as e:
+        fail("ps", as_json, e)

@@ -44,7 +44,7 @@ def resume(
         from gpuckpt.operation import Operation
 
         wished, to_gpu = _wished(gpus)
-        with LocalWorld() as world, world.interruptible(), Bar(as_json) as bar:
+        with LocalWorld(command="resume") as world, world.interruptible(), Bar(as_json) as bar:
             operation = Operation(world, "resume", timeout_s=timeout_s, tell=bar.tell)
             if dry_run:
                 return operation.preview_resume(pids(targets), wished=wished, to_gpu=to_gpu)

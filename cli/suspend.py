@@ -6,7 +6,7 @@ import click
 
 from gpuckpt.cli.common import execute, json_option, pids, timeout_option
 from gpuckpt.cli.progress import Bar
-from gpuckpt.model import Report
+from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 from gpuckpt.words import size
 
 
@@ -17,8 +17,9 @@ from gpuckpt.words import size
 @click.option(
     "--accept-loss",
     multiple=True,
+    type=click.Choice(ACCEPTABLE_HAZARDS),
     metavar="KIND",
-    help="Take on a hazard that may lose the process: possible-import, nccl-communicator, rdma, mps, host-memory. Repeatable.",
+    help=f"Take on a hazard that may lose the process: {', '.join(ACCEPTABLE_HAZARDS)}. Repeatable.",
 )
 @timeout_option
 @json_option

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from gpuckpt.model import Gpu, State
 
+OLDEST_CUDA = (12, 8)  # driver 570, the first with cuCheckpointProcess*
+
 
 @dataclass(frozen=True, slots=True)
 class DriverVersion:

@@ -1,7 +1,8 @@
 """Driver calls in processes of their own: one that hangs costs a deadline and nothing else.
 
-``Callers`` starts one warm helper (``python -m gpuckpt.driver.caller``) that has the bindings loaded and never initialises CUDA.
-It forks a *caller* for each call; the call's result comes back over a socket of its own.
+``Callers`` starts one warm helper that has the bindings loaded and never initialises CUDA: a fork of this process while it has one
+thread (as the command line has), else a program of its own (``python -m gpuckpt.driver.caller``). The helper forks a *caller*
+for each call; the call's result comes back over a socket of its own.
 
 What the driver does (measured, benchmarks/results/driver-facts.json): a call whose caller is killed goes on in the target, to its end.
 So a caller is never killed to stop a call. It is *released* instead: a released lock unlocks itself when it is granted,
@@ -16,11 +17,10 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gpuckpt.driver.api import CallError, Driver
@@ -78,26 +78,36 @@ class Callers:
     """Starts driver calls and waits for them. ``backend`` is "cuda" or "simulated:DIRECTORY"."""
 
     backend: str
-    _helper: subprocess.Popen[bytes] | None = None
+    _helper_pid: int = 0
     _control: socket.socket | None = None
-    _closed: list[socket.socket] = field(default_factory=list)
 
     def warm(self) -> None:
         """Start the helper, if it is not there. Returns at once; it loads while the operation looks around."""
-        if self._helper is not None and self._helper.poll() is None:
+        if self._control is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environ = {**os.environ, "GPUCKPT_CALLER_FD": str(theirs.fileno())}
-        self._helper = subprocess.Popen(
-            [sys.executable, "-m", "gpuckpt.driver.caller", self.backend],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=environ,
-            start_new_session=True,
-        )
-        theirs.close()
+        with theirs:
+            self._helper_pid = self._fork(theirs) if _single_threaded() else self._spawn(theirs)
         self._control = ours
+
+    def _fork(self, control: socket.socket) -> int:
+        """The quick way: no interpreter to start. Safe only without other threads, those of a loaded CUDA or NVML included."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                _keep_only(control.fileno())  # no claim of ours may live on in the helper
+                serve(control, self.backend)
+            finally:
+                os._exit(0)
+        return pid
+
+    def _spawn(self, control: socket.socket) -> int:
+        command = [sys.executable, "-m", "gpuckpt.driver.caller", self.backend]
+        environ = {**os.environ, "GPUCKPT_CALLER_FD": str(control.fileno())}
+        os.set_inheritable(control.fileno(), True)
+        null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+        return os.posix_spawn(sys.executable, command, environ, file_actions=null, setsid=True)
 
     def start(
         self,
@@ -120,7 +130,7 @@ class Callers:
                 "initialise": initialise,
             }
         ).encode()
-        for attempt in (1, 2):
+        for _ in range(2):
             self.warm()
             assert self._control is not None
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -132,13 +142,7 @@ class Callers:
             if hello:
                 return Pending(call, process, int(hello), ours)
             ours.close()  # no caller came to life: nothing was called
-            self._control.close()
-            if self._helper is not None:
-                self._helper.kill()
-                self._helper.wait()
-                self._helper = None
-            if attempt == 2:
-                break
+            self.close()
         raise CallError(str(call or "state"), "NO_CALLER")
 
     def wait(self, pending: Collection[Pending], until: float, wake: socket.socket | None = None) -> None:
@@ -154,15 +158,34 @@ class Callers:
                     _receive(key.data)
 
     def close(self) -> None:
-        """Let the helper go. It stays until its callers have ended."""
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        if self._helper is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._helper.wait(0.05)
-            self._helper.returncode = self._helper.returncode or 0  # it may outlive us: no ResourceWarning for that
-            self._helper = None
+        """Let the helper go. It stays until its callers have ended, which may be after we have."""
+        if self._control is None:
+            return
+        self._control.close()
+        self._control = None
+        for _ in range(20):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(self._helper_pid, os.WNOHANG)[0] == 0:
+                    time.sleep(0.001)
+                    continue
+            break
+
+
+def _single_threaded() -> bool:
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _keep_only(fd: int) -> None:
+    """Close every descriptor but *fd*; read from and write to nothing. A caller that was left to itself must not hold a pipe open
+    that somebody reads our output from."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != fd:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.close(null)
 
 
 def _drop(sock: socket.socket) -> bool:
@@ -175,12 +198,14 @@ def _receive(pending: Pending) -> None:
         data = pending.sock.recv(_MESSAGE_BYTES)
     except OSError:
         data = b""
-    if not data:
+    if data:
+        answer = json.loads(data)
+        state = State(answer["state"]) if answer.get("state") else None
+        pending.outcome = Outcome(answer["result"], answer["seconds"], state, answer.get("message", ""), answer.get("failed_in", ""))
+    else:
         pending.outcome = Outcome("VANISHED")
-        return
-    answer = json.loads(data)
-    state = State(answer["state"]) if answer.get("state") else None
-    pending.outcome = Outcome(answer["result"], answer["seconds"], state, answer.get("message", ""), answer.get("failed_in", ""))
+    if not (pending.call is Call.LOCK and pending.outcome.ok):
+        pending.release()  # only the caller of a granted lock waits for another word
 
 
 # The helper and its callers: the other side of the sockets.
@@ -197,18 +222,17 @@ def driver(backend: str) -> Driver:
     return CudaDriver()
 
 
-def main() -> None:
-    """Serve requests until the controller is gone, then wait for the callers that still run."""
+def serve(control: socket.socket, name: str) -> None:
+    """Be the helper for backend *name*: serve requests until the controller is gone, then wait for the callers that still run."""
     from gpuckpt.errors import GpuckptError
 
-    control = socket.socket(fileno=int(os.environ.pop("GPUCKPT_CALLER_FD")))
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
     _name("gpuckpt-callers")
     problem: GpuckptError | None = None
     backend: Driver | None = None
     try:
-        backend = driver(sys.argv[1])
+        backend = driver(name)
     except GpuckptError as e:
         problem = e
     while True:
@@ -296,4 +320,5 @@ def _name(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(socket.socket(fileno=int(os.environ.pop("GPUCKPT_CALLER_FD"))), sys.argv[1])
+    os._exit(0)

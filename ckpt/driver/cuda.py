@@ -10,13 +10,12 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
-from gpuckpt.driver.api import CallError, Driver
+from gpuckpt.driver.api import OLDEST_CUDA, CallError, Driver
 from gpuckpt.model import Call, State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-OLDEST_CUDA = (12, 8)  # driver 570, the first with cuCheckpointProcess*
 _LONGEST_TIMEOUT_MS = (1 << 32) - 1  # timeoutMs is an unsigned int
 
 # CUprocessState by number: bindings before 13.4 have no names for 4 and 5, which a newer driver may answer all the same.

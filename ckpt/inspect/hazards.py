@@ -21,7 +21,7 @@ PINNING_FILES = {
 _NCCL_SOCKET = re.compile(r"@tmp/nccl-socket-(\d+)-(\w+)")
 
 
-def of_process(process: GpuProcess, proc: Proc) -> list[Hazard]:
+def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT) -> list[Hazard]:
     """Hazards that one process carries alone."""
     found = []
     if proc.stopped:
@@ -33,7 +33,7 @@ def of_process(process: GpuProcess, proc: Proc) -> list[Hazard]:
                 process.pid,
             )
         )
-    elif processes.frozen(process.pid):
+    elif processes.frozen(process.pid, root):
         found.append(
             Hazard(
                 "stopped",
@@ -142,12 +142,12 @@ def nccl_ranks(pid: int, targets: Iterable[str] | None = None) -> list[str]:
 def _open_files(pid: int) -> list[str]:
     found = []
     try:
-        names = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208
+        names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
         return []
     for name in names:
         try:
-            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))  # noqa: PTH115
+            found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
         except OSError:
             continue
     return found

@@ -1,4 +1,7 @@
-"""Operating-system processes: who they are, who started whom, and which belong together. Reads ``/proc``, changes nothing."""
+"""Operating-system processes: who they are, who started whom, and which belong together. Reads ``/proc``, changes nothing.
+
+Cgroups are read below ``root``, so that a test can lay them out in a directory.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuckpt.model import ProcessId
+
+ROOT = Path("/")
 
 #: Programs that start unrelated work for a living: what they started has nothing else in common.
 LAUNCHERS = frozenset(
@@ -58,7 +63,7 @@ def read(pid: int) -> Proc | None:
 def table() -> dict[int, Proc]:
     """All live processes that ``/proc`` shows us, by pid."""
     found = {}
-    for name in os.listdir("/proc"):  # noqa: PTH208 - a thousand Path objects cost more than the reading
+    for name in os.listdir("/proc"):
         if name.isdecimal() and (proc := read(int(name))):
             found[proc.pid] = proc
     return found
@@ -107,12 +112,9 @@ def command(pid: int, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def cgroup(pid: int) -> str:
+def cgroup(pid: int, root: Path = ROOT) -> str:
     """The cgroup of *pid* (the unified hierarchy, or systemd's), "" where that says nothing about who belongs together."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return ""
+    lines = _text(root / f"proc/{pid}/cgroup").splitlines()
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines}
     path = paths.get("") or paths.get("name=systemd") or ""
     leaf = path.rsplit("/", 1)[-1]
@@ -120,19 +122,16 @@ def cgroup(pid: int) -> str:
     return "" if shared else path
 
 
-def frozen(pid: int) -> bool:
+def frozen(pid: int, root: Path = ROOT) -> bool:
     """True if *pid* lies in a frozen cgroup, of either version."""
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
-    except OSError:
-        return False
-    for line in lines:
+    fs = root / "sys/fs/cgroup"
+    for line in _text(root / f"proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
+        within = path.lstrip("/")
         if not controllers:
-            files = [Path(f"/sys/fs/cgroup{path}/cgroup.events"), Path(f"/sys/fs/cgroup/unified{path}/cgroup.events")]
-            if any("frozen 1" in _text(f) for f in files):
+            if any("frozen 1" in _text(mount / within / "cgroup.events") for mount in (fs, fs / "unified")):
                 return True
-        elif "freezer" in controllers.split(",") and _text(Path(f"/sys/fs/cgroup/freezer{path}/freezer.state")).strip() == "FROZEN":
+        elif "freezer" in controllers.split(",") and _text(fs / "freezer" / within / "freezer.state").strip() == "FROZEN":
             return True
     return False
 
@@ -147,7 +146,7 @@ def ancestors(pid: int, procs: dict[int, Proc]) -> list[int]:
     return found
 
 
-def relatives(pid: int, procs: dict[int, Proc]) -> dict[int, str]:
+def relatives(pid: int, procs: dict[int, Proc], root: Path = ROOT) -> dict[int, str]:
     """Every process that shares the tree, session, cgroup or a non-init ancestor with *pid*, and which of these it is.
 
     Login infrastructure and a person's interactive shell do not count as common ancestors: a shell's jobs are told apart by
@@ -156,16 +155,16 @@ def relatives(pid: int, procs: dict[int, Proc]) -> dict[int, str]:
     if pid not in procs:
         return {}
     roots: dict[int, int] = {}
-    root, job, group = _root(pid, procs, roots), _job(procs[pid], procs), cgroup(pid)
+    top, job, group = _root(pid, procs, roots), _job(procs[pid], procs), cgroup(pid, root)
     found = {}
     for other, proc in procs.items():
         if other in (pid, 1) or proc.pgrp == 0:
             continue
-        if _root(other, procs, roots) == root:
+        if _root(other, procs, roots) == top:
             found[other] = "process tree"
         elif _job(proc, procs) == job:
             found[other] = "session"
-        elif group and cgroup(other) == group:
+        elif group and cgroup(other, root) == group:
             found[other] = "cgroup"
     return found
 

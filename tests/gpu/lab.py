@@ -1,0 +1,180 @@
+"""What the scripts here share: a torch target that answers, our command line, NVML readings, and the result file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+SIMULATED = bool(os.environ.get("GPUCKPT_SIMULATE"))
+if SIMULATED:
+    import lab_simulated
+else:
+    import pynvml
+
+    pynvml.nvmlInit()
+
+HERE = Path(__file__).parent
+OUT = Path(os.environ.get("OUT", HERE.parent.parent / "benchmarks" / "results"))
+
+
+def used_mib(index: int = 0) -> int:
+    if SIMULATED:
+        return lab_simulated.used_mib(index)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used >> 20
+
+
+def free_mib(index: int = 0) -> int:
+    if SIMULATED:
+        return lab_simulated.free_mib(index)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).free >> 20
+
+
+def machine() -> dict[str, Any]:
+    found = {}
+    for name in ("gpuckpt", "torch", "vllm", "cuda-bindings", "nvidia-ml-py"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if SIMULATED:
+        return {"simulated": True}
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
+        "gpus": pynvml.nvmlDeviceGetCount(),
+        "driver": pynvml.nvmlSystemGetDriverVersion(),
+        "persistence_mode": bool(pynvml.nvmlDeviceGetPersistenceMode(pynvml.nvmlDeviceGetHandleByIndex(0))),
+        "thp": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": found,
+    }
+
+
+class Results:
+    """Collects figures and checks; ``finish`` writes them and exits with 1 if a check failed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.document: dict[str, Any] = {"name": name, "machine": machine(), "checks": {}}
+
+    def check(self, what: str, ok: bool, seen: object = None) -> bool:
+        self.document["checks"][what] = {"ok": bool(ok), "seen": seen}
+        print(f"{'ok  ' if ok else 'FAIL'} {what}" + ("" if ok and seen is None else f": {json.dumps(seen, default=str)[:700]}"), flush=True)
+        self.write()
+        return bool(ok)
+
+    def note(self, key: str, value: object) -> None:
+        self.document[key] = value
+        self.write()
+
+    def write(self) -> None:
+        (OUT / f"{self.name}.json").write_text(json.dumps(self.document, indent=1, default=str))
+
+    def finish(self) -> None:
+        failed = [k for k, v in self.document["checks"].items() if not v["ok"]]
+        print(f"== {self.name}: {len(self.document['checks']) - len(failed)} ok, {len(failed)} failed {failed}", flush=True)
+        sys.exit(1 if failed else 0)
+
+
+def gpuckpt(*args: object, timeout: float = 300) -> tuple[int, dict[str, Any], float]:
+    """Exit code, JSON document and wall seconds of one command."""
+    begun = time.perf_counter()
+    p = subprocess.run(["gpuckpt", *map(str, args), "--json"], capture_output=True, text=True, timeout=timeout)
+    seconds = time.perf_counter() - begun
+    try:
+        document = json.loads(p.stdout)
+    except ValueError:
+        document = {"error": {"code": "no-json", "message": p.stdout + p.stderr}}
+    return p.returncode, document, round(seconds, 3)
+
+
+class Target:
+    """``target.py`` in a session of its own, without a common ancestor: the process alone."""
+
+    def __init__(self, *args: object, env: dict[str, str] | None = None, user: int | None = None) -> None:
+        words = lab_simulated.command(args) if SIMULATED else [str(HERE / "target.py"), *map(str, args)]
+        as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user else []
+        self.p = subprocess.Popen(
+            ["setsid", "--fork", *as_user, sys.executable, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+        self.first = self.read()
+        self.pid: int = self.first["pid"]
+
+    def read(self) -> dict[str, Any]:
+        assert self.p.stdout is not None
+        return json.loads(self.p.stdout.readline() or '{"eof": true}')
+
+    def send(self, command: str) -> None:
+        assert self.p.stdin is not None
+        self.p.stdin.write((lab_simulated.translate(command) if SIMULATED else command) + "\n")
+        self.p.stdin.flush()
+
+    def ask(self, command: str = "check") -> dict[str, Any]:
+        self.send(command)
+        return self.read()
+
+    def same(self) -> bool:
+        answer = self.ask()
+        return answer.get("sum") == self.first["sum"] and answer.get("replay") == self.first.get("replay")
+
+    def rss_mib(self) -> int:
+        return psutil.Process(self.pid).memory_info().rss >> 20
+
+    def end(self) -> None:
+        try:
+            process = psutil.Process(self.pid)
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+        wait_for(lambda: not psutil.pid_exists(self.pid) or psutil.Process(self.pid).status() == "zombie", 20)
+        self.p.stdin.close()  # type: ignore[union-attr]
+        self.p.wait(20)
+
+
+def wait_for(condition: Any, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def state(pid: int) -> str:
+    """The driver's own word, asked by a process of its own."""
+    if SIMULATED:
+        return lab_simulated.state(pid)
+    code = (
+        "import sys; from cuda.bindings import driver as cu; r = cu.cuCheckpointProcessGetState(int(sys.argv[1])); "
+        "print(r[0].name if int(r[0]) else r[1].name.rsplit('_', 1)[-1])"
+    )
+    try:
+        return subprocess.run([sys.executable, "-c", code, str(pid)], capture_output=True, text=True, timeout=20).stdout.strip()
+    except subprocess.TimeoutExpired:
+        return "HUNG"
+
+
+def slope(values: list[float]) -> dict[str, float]:
+    """Least squares slope per step and its 95 % half-width."""
+    n = len(values)
+    mean_x, mean_y = (n - 1) / 2, sum(values) / n
+    sxx = sum((i - mean_x) ** 2 for i in range(n))
+    b = sum((i - mean_x) * (v - mean_y) for i, v in enumerate(values)) / sxx
+    rest = sum((v - mean_y - b * (i - mean_x)) ** 2 for i, v in enumerate(values))
+    return {"per_step": round(b, 4), "plus_minus": round(2.1 * (rest / max(1, n - 2) / sxx) ** 0.5, 4)}

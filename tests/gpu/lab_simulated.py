@@ -1,0 +1,36 @@
+"""Stands in for the GPU in ``lab.py`` where ``GPUCKPT_SIMULATE`` is set: to try a script before it costs GPU time."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from gpuckpt.driver.simulated import SimulatedDevices, SimulatedDriver
+
+world = SimulatedDevices(os.environ["GPUCKPT_SIMULATE"])
+
+
+def used_mib(index: int = 0) -> int:
+    gpu = world.gpus()[index]
+    return (gpu.total_bytes - gpu.free_bytes) >> 20  # type: ignore[operator]
+
+
+def free_mib(index: int = 0) -> int:
+    return (world.gpus()[index].free_bytes or 0) >> 20
+
+
+def state(pid: int) -> str:
+    return str(SimulatedDriver(os.environ["GPUCKPT_SIMULATE"]).state(pid)).upper()
+
+
+def command(args: tuple[Any, ...]) -> list[str]:
+    """The simtarget for ``target.py GIB MODE GPU``."""
+    gib, mode, gpu = [*args, "plain", 0][:3] if len(args) == 1 else [*args, 0][:3]
+    more = {"managed": ["--trait", "managed"], "exported": ["--exported-gib", "1"]}.get(str(mode), [])
+    total = float(gib) + 0.6 + (1 if mode == "exported" else 0)
+    return ["-m", "gpuckpt.driver.simtarget", "--gib", str(total), "--gpu", str(gpu), *more]
+
+
+def translate(line: str) -> str:
+    """``busy N`` queues N products of about 22 ms."""
+    return f"busy {int(line.split()[1]) * 0.022}" if line.startswith("busy") else line

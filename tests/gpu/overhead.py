@@ -1,0 +1,62 @@
+"""The driver's calls alone and our commands, in turn on the same process: what we add. usage: overhead.py [N]"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+from lab import Results, Target, gpuckpt
+
+ALONE = """
+import json, sys, time
+from cuda.bindings import driver as cu
+pid = int(sys.argv[1]); out = {}
+def call(name, *a):
+    t = time.perf_counter(); r = getattr(cu, "cuCheckpointProcess" + name)(pid, *a); assert int(r[0]) == 0, r; out[name] = time.perf_counter() - t
+a = cu.CUcheckpointLockArgs(); a.timeoutMs = 10000
+call("Lock", a); call("Checkpoint", None); call("Restore", None); call("Unlock", None)
+print(json.dumps(out))
+"""
+n = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+r = Results("overhead")
+target = Target(0.25)
+try:
+    alone, ours = [], []
+    for _ in range(n):
+        p = subprocess.run([sys.executable, "-c", ALONE, str(target.pid)], capture_output=True, text=True, timeout=60, check=True)
+        alone.append(json.loads(p.stdout))
+        code, down, down_wall = gpuckpt("suspend", target.pid)
+        up_code, up, up_wall = gpuckpt("resume", target.pid)
+        assert code == up_code == 0, (down, up)
+        steps = {**{s["name"]: s["seconds"] for s in down["steps"]}, **{f"resume_{s['name']}": s["seconds"] for s in up["steps"]}}
+        ours.append({"suspend_wall": down_wall, "resume_wall": up_wall, "suspend": down["seconds"], "resume": up["seconds"], **steps})
+    median = {k: round(statistics.median(x[k] for x in alone), 4) for k in alone[0]}
+    mine = {k: round(statistics.median(x[k] for x in ours), 4) for k in ours[0]}
+    added = {
+        "suspend_s": round(mine["suspend_wall"] - median["Lock"] - median["Checkpoint"], 4),
+        "resume_s": round(mine["resume_wall"] - median["Restore"] - median["Unlock"], 4),
+        "suspend_beyond_its_own_calls_s": round(statistics.median(x["suspend_wall"] - x["lock"] - x["checkpoint"] for x in ours), 4),
+        "resume_beyond_its_own_calls_s": round(statistics.median(x["resume_wall"] - x["resume_restore"] - x["resume_unlock"] for x in ours), 4),
+    }
+    r.note("driver_alone_median_s", median)
+    r.note("gpuckpt_median_s", mine)
+    r.note("added", added)
+    r.note("status_wall_s", [gpuckpt("status", target.pid)[2] for _ in range(5)])
+    startup = {}
+    for name, command in (("python -c pass", [sys.executable, "-c", "pass"]), ("gpuckpt --help", ["gpuckpt", "--help"])):
+        import time
+
+        times = []
+        for _ in range(7):
+            t = time.perf_counter()
+            subprocess.run(command, capture_output=True, check=True)
+            times.append(time.perf_counter() - t)
+        startup[name] = round(statistics.median(times), 4)
+    r.note("startup_median_s", startup)
+    print(json.dumps({"alone": median, "ours": mine, "added": added, "startup": startup, "status": r.document["status_wall_s"]}, indent=1))
+    r.check("target computes the same", target.same())
+finally:
+    target.end()
+r.finish()

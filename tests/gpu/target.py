@@ -1,0 +1,83 @@
+"""A torch process with known content: answers lines on stdin. usage: target.py GIB [MODE] [GPU]"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+
+import torch
+
+gib, mode = float(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "plain"
+torch.cuda.set_device(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
+generator = torch.Generator(device="cuda")
+generator.manual_seed(7)
+left = int(gib * (1 << 30)) // 4
+chunks = []
+while left > 0:
+    n = min(left, 1 << 28)
+    chunks.append(torch.randint(0, 2**31 - 1, (n,), device="cuda", dtype=torch.int32, generator=generator))
+    left -= n
+graphs, outputs, streams, keep = [], [], [torch.cuda.Stream() for _ in range(4)], []
+if mode in ("full", "graphs"):
+    x = torch.randn(64, 1024, device="cuda", generator=generator)
+    ws = [torch.randn(1024, 1024, device="cuda", generator=generator) / 32 for _ in range(32)]
+    with torch.cuda.stream(streams[0]):
+        y = torch.relu(x @ ws[0])
+    torch.cuda.synchronize()
+    for i in range(64):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x
+            for k in range(200):
+                y = torch.relu(y @ ws[(i + k) % 32])
+        graphs.append(graph)
+        outputs.append(y)
+    keep.append(torch.randint(0, 1000, (1 << 26,), dtype=torch.int32).pin_memory())
+rt = ctypes.CDLL("libcudart.so.13")
+if mode == "managed":
+    p = ctypes.c_void_p()
+    assert rt.cudaMallocManaged(ctypes.byref(p), ctypes.c_size_t(1 << 24), 1) == 0
+if mode == "exported":
+    from cuda.bindings import driver as cu
+
+    prop = cu.CUmemAllocationProp()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.requestedHandleTypes = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    error, handle = cu.cuMemCreate(1 << 30, prop, 0)
+    assert int(error) == 0, error
+    keep.append(cu.cuMemExportToShareableHandle(handle, cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0))
+if mode == "work":
+    a = torch.randn(8192, 8192, device="cuda")
+
+
+def check() -> dict[str, object]:
+    total = 0
+    for i, t in enumerate(chunks):
+        with torch.cuda.stream(streams[i % 4]):
+            total = (total * 1000003 + int(t.sum(dtype=torch.int64).item())) % (1 << 61)
+    replay = 0
+    for graph, y in zip(graphs, outputs, strict=True):
+        graph.replay()
+        torch.cuda.synchronize()
+        replay = (replay * 31 + int(y.view(torch.int32).to(torch.int64).sum().item())) % (1 << 61)
+    if graphs:
+        replay = (replay + int(keep[0].sum().item()) + int(keep[0].cuda().sum().item())) % (1 << 61)
+    return {"pid": os.getpid(), "sum": total, "replay": replay}
+
+
+print(json.dumps(check()), flush=True)
+for line in sys.stdin:
+    match line.split():
+        case ["check"]:
+            print(json.dumps(check()), flush=True)
+        case ["busy", n]:
+            for _ in range(int(n)):
+                b = a @ a
+            print(json.dumps({"busy": n}), flush=True)
+        case ["free_all"]:
+            chunks.clear()
+            torch.cuda.empty_cache()
+            print(json.dumps({"free": True}), flush=True)

@@ -1,0 +1,132 @@
+"""Caller processes: both ways to start their helper, and what they hold on to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuckpt.driver.caller import Callers, Pending
+from gpuckpt.driver.simulated import SimulatedWorldDir
+from gpuckpt.inspect import processes
+from gpuckpt.model import Call, ProcessId, State
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> SimulatedWorldDir:
+    return SimulatedWorldDir.create(tmp_path / "world")
+
+
+@pytest.fixture
+def target(world: SimulatedWorldDir):
+    p = subprocess.Popen(
+        [sys.executable, "-m", "gpuckpt.driver.simtarget"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "GPUCKPT_SIMULATE": str(world.path)},
+    )
+    assert p.stdout is not None
+    p.stdout.readline()
+    yield processes.read(p.pid).id
+    p.kill()
+    p.communicate()
+
+
+@pytest.fixture(params=["forked", "spawned"])
+def callers(request: pytest.FixtureRequest, world: SimulatedWorldDir, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gpuckpt.driver.caller._single_threaded", lambda: request.param == "forked")
+    made = Callers(f"simulated:{world.path}")
+    yield made
+    made.close()
+
+
+def outcome(callers: Callers, pending: Pending, seconds: float = 10.0):
+    until = time.monotonic() + seconds
+    while pending.outcome is None and time.monotonic() < until:
+        callers.wait([pending], until)
+    return pending.outcome
+
+
+def ended(condition, seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def state(callers: Callers, target: ProcessId) -> State | None:
+    return outcome(callers, callers.start(None, target)).state
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_lock_is_kept_and_undone(callers: Callers, target: ProcessId) -> None:
+    lock = callers.start(Call.LOCK, target, timeout_s=5)
+    assert outcome(callers, lock).ok
+    lock.keep()
+    assert ended(lambda: processes.read(lock.caller_pid) is None)
+    assert state(callers, target) is State.LOCKED
+    assert outcome(callers, callers.start(Call.UNLOCK, target)).ok
+    assert state(callers, target) is State.RUNNING
+
+
+def test_a_released_lock_undoes_itself(callers: Callers, target: ProcessId) -> None:
+    lock = callers.start(Call.LOCK, target, timeout_s=5)
+    assert outcome(callers, lock).ok
+    lock.release()
+    assert ended(lambda: state(callers, target) is State.RUNNING)
+
+
+def test_a_call_on_another_process_under_the_same_pid_is_not_made(callers: Callers, target: ProcessId) -> None:
+    successor = ProcessId(target.pid, target.start_ticks + 1)
+    assert outcome(callers, callers.start(Call.LOCK, successor, timeout_s=5)).result == "STALE"
+    assert state(callers, successor) is State.GONE
+    assert state(callers, target) is State.RUNNING
+
+
+def test_a_killed_caller_has_vanished_and_a_dead_helper_is_replaced(callers: Callers, target: ProcessId, world: SimulatedWorldDir) -> None:
+    world.add_fault("lock", hang=True)
+    lock = callers.start(Call.LOCK, target, timeout_s=5)
+    os.kill(lock.caller_pid, signal.SIGKILL)
+    assert outcome(callers, lock).result == "VANISHED"
+    os.kill(callers._helper_pid, signal.SIGKILL)
+    assert state(callers, target) is State.RUNNING
+
+
+def test_a_claim_lives_as_long_as_the_call(callers: Callers, target: ProcessId, world: SimulatedWorldDir, tmp_path: Path) -> None:
+    world.add_fault("checkpoint", delay_s=0.5)
+    ours, theirs = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
+    fcntl.flock(ours, fcntl.LOCK_EX)
+    lock = callers.start(Call.LOCK, target, timeout_s=5)
+    assert outcome(callers, lock).ok
+    lock.keep()
+    pending = callers.start(Call.CHECKPOINT, target, claims=[ours])
+    os.close(ours)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert outcome(callers, pending).ok
+    fcntl.flock(theirs, fcntl.LOCK_EX)  # comes as soon as the caller has gone
+    os.close(theirs)
+
+
+def test_a_forked_helper_holds_nothing_of_ours(world: SimulatedWorldDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuckpt.driver.caller._single_threaded", lambda: True)
+    held = os.open(tmp_path, os.O_RDONLY)
+    made = Callers(f"simulated:{world.path}")
+    made.warm()
+    fds = f"/proc/{made._helper_pid}/fd"
+
+    def opened() -> set[str]:
+        return {os.readlink(f"{fds}/{n}").partition(":")[0] for n in os.listdir(fds)}
+
+    assert outcome(made, made.start(None, processes.read(os.getpid()).id)) is not None  # it has come up
+    assert opened() <= {"/dev/null", "socket"}
+    made.close()
+    os.close(held)

@@ -1,0 +1,165 @@
+"""Several gpuckpt at once: one waits, or says who is at it; never both."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from gpuckpt.model import Call, State
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from tests.conftest import Machine, Running, Target
+
+
+@contextmanager
+def held(target: Target) -> Iterator[None]:
+    """As if another gpuckpt were at work on *target*."""
+    fd = os.open(f"/proc/{target.pid}", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def waits_for(command: Running, target: Target) -> bool:
+    """Whether *command* has got as far as to ask for *target*."""
+    return f"/proc/{target.pid}" in command.open_files()
+
+
+def test_two_suspends_of_one_target(machine: Machine) -> None:
+    target = machine.target("--gib", "2")
+    machine.slow(0.2)
+    results = [c.end() for c in [machine.begin("suspend", target.pid) for _ in range(2)]]
+    assert [(r.code, r.states) for r in results] == [(0, {target.pid: "suspended"})] * 2
+    assert sorted(r.document["already"] for r in results) == [False, True]
+    assert len(machine.records()) == 1
+
+
+def test_no_time_to_wait_for_the_other(machine: Machine) -> None:
+    target = machine.target()
+    with held(target):
+        for command in ("suspend", "resume"):
+            if command == "resume":
+                with machine.world.transaction() as world:
+                    world.rules.lock(target.pid)
+            result = machine.gpuckpt(command, target.pid, "--timeout", "200ms")
+            assert (result.code, result.error["code"], result.error["pid"]) == (124, "concurrent-operation", os.getpid())
+            assert f"pid {os.getpid()}" in result.error["message"]
+            assert f"at work on pid {target.pid}" in result.error["message"]
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
+def test_groups_that_overlap(machine: Machine) -> None:
+    one, two, three = (machine.target() for _ in range(3))
+    machine.slow(0.2)
+    commands = [machine.begin("suspend", one.pid, two.pid), machine.begin("suspend", two.pid, three.pid)]
+    results = [c.end() for c in commands]
+    assert [r.code for r in results] == [0, 0]
+    assert {t.state for t in (one, two, three)} == {State.CHECKPOINTED}
+    members = [m["id"]["pid"] for r in machine.records() for m in r["members"]]
+    assert len(members) == len(set(members)), "no process is in two groups"
+    assert set(members) == {one.pid, two.pid, three.pid}
+    assert machine.gpuckpt("resume", one.pid, three.pid).code == 0
+    assert all(t.unharmed() for t in (one, two, three))
+    assert machine.records() == []
+
+
+def test_two_resumes_on_one_gpu(machine: Machine) -> None:
+    """Each has room alone; both together would lose one."""
+    one = machine.target("--gib", "50")
+    assert machine.gpuckpt("suspend", one.pid).code == 0
+    two = machine.target("--gib", "50")
+    assert machine.gpuckpt("suspend", two.pid).code == 0
+    machine.slow(0.01)
+    results = [c.end() for c in [machine.begin("resume", t.pid) for t in (one, two)]]
+    assert sorted(r.code for r in results) == [0, 6]
+    (refused,) = [r for r in results if r.code]
+    assert refused.error["code"] == "gpu-memory"
+    up, down = sorted((one, two), key=lambda t: t.state is State.CHECKPOINTED)
+    assert f"pid {up.pid}" in refused.error["message"]
+    assert up.unharmed()
+    up.kill()
+    assert machine.gpuckpt("resume", down.pid).code == 0
+    assert down.unharmed()
+
+
+def test_resumes_on_two_gpus_do_not_wait_for_each_other(machine2: Machine) -> None:
+    one, two = machine2.target("--gpu", "0"), machine2.target("--gpu", "1")
+    machine2.gpuckpt("suspend", one.pid)
+    machine2.gpuckpt("suspend", two.pid)
+    with open(machine2.world.path / f"gpu-{machine2.uuids[0]}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert machine2.gpuckpt("resume", two.pid).code == 0
+        busy = machine2.gpuckpt("resume", one.pid, "--timeout", "200ms")
+        assert (busy.code, busy.error["code"]) == (124, "concurrent-operation")
+        assert machine2.uuids[0] in busy.error["message"]
+    assert machine2.gpuckpt("resume", one.pid).code == 0
+
+
+def test_a_resume_waits_for_the_suspend_under_way(machine: Machine) -> None:
+    target = machine.target("--gib", "2")
+    machine.slow(0.3)
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
+    resume = machine.begin("resume", target.pid)
+    eventually(lambda: waits_for(resume, target), "the resume waits")
+    assert suspend.end().code == 0
+    result = resume.end()
+    assert (result.code, result.document["already"], result.states) == (0, False, {target.pid: "running"})
+    assert target.unharmed()
+
+
+def test_recover_leaves_alone_what_somebody_works_on(machine: Machine) -> None:
+    target = machine.target("--gib", "2")
+    machine.slow(2.5)
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
+    result = machine.gpuckpt("recover")
+    assert target.under_way(Call.CHECKPOINT)
+    assert result.code == 0, "nothing was left in the middle"
+    assert "at work" in " ".join(result.document["recovered"])
+    assert suspend.end().code == 0
+    assert machine.gpuckpt("is-suspended", target.pid).code == 0
+
+
+def test_the_way_back_waits_for_room(machine: Machine) -> None:
+    """One is down when the other fails, and somebody took its room."""
+    one, two = machine.target("--gib", "40"), machine.target("--gib", "1")
+    machine.world.add_fault("checkpoint", pid=two.pid, result="UNKNOWN", delay_s=1.5)
+    suspend = machine.begin("suspend", one.pid, two.pid)
+    eventually(lambda: one.state is State.CHECKPOINTED, "one is down")
+    filler = machine.target("--gib", "60")
+    eventually(lambda: machine.holds_gpu(0), "it waits for room")
+    filler.kill()
+    result = suspend.end()
+    assert (result.code, result.error["code"]) == (1, "driver-error")
+    assert result.states == {one.pid: "running", two.pid: "running"}
+    assert one.unharmed()
+    assert two.unharmed()
+
+
+def test_the_way_back_is_blocked(machine: Machine) -> None:
+    one, two = machine.target("--gib", "40"), machine.target("--gib", "1")
+    machine.world.add_fault("checkpoint", pid=two.pid, result="UNKNOWN", delay_s=1.5)
+    suspend = machine.begin("suspend", one.pid, two.pid)
+    eventually(lambda: one.state is State.CHECKPOINTED, "one is down")
+    filler = machine.target("--gib", "60")
+    eventually(lambda: machine.holds_gpu(0), "it waits for room")
+    suspend.signal(2)
+    result = suspend.end()
+    assert (result.code, result.error["code"]) == (3, "not-as-found")
+    assert result.states == {one.pid: "suspended", two.pid: "running"}
+    assert f"gpuckpt resume {one.pid}" in result.error["hint"]
+    assert "UNKNOWN" in result.error["message"], "what went wrong first"
+    refused = machine.gpuckpt("resume", one.pid)
+    assert (refused.code, refused.error["code"]) == (6, "gpu-memory")
+    filler.kill()
+    assert machine.gpuckpt("resume", one.pid).states == {one.pid: "running", two.pid: "running"}
+    assert one.unharmed()
+    assert machine.records() == []

@@ -1,0 +1,293 @@
+"""Ctrl-C, SIGTERM and kill -9 at each step; calls that do not return; and `gpuckpt recover`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpuckpt.model import Call, State
+from tests.conftest import eventually
+from tests.test_cli_concurrent import held, waits_for
+
+if TYPE_CHECKING:
+    from tests.conftest import Machine
+
+SIGNALS = pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+@SIGNALS
+def test_while_it_waits_for_another(machine: Machine, signum: int, code: int) -> None:
+    target = machine.target()
+    with held(target):
+        suspend = machine.begin("suspend", target.pid)
+        eventually(lambda: waits_for(suspend, target), "it waits")
+        suspend.signal(signum)
+        result = suspend.end()
+    assert (result.code, result.error["code"]) == (code, "interrupted")
+    assert machine.records() == []
+
+
+@SIGNALS
+def test_while_it_locks(machine: Machine, signum: int, code: int) -> None:
+    target = machine.target()
+    target.ask("busy 1")
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: target.under_way(Call.LOCK), "the lock")
+    suspend.signal(signum)
+    result = suspend.end()
+    assert (result.code, result.error["code"], result.states) == (code, "interrupted", {target.pid: "running"})
+    assert target.unharmed()
+    assert machine.records() == []
+
+
+@SIGNALS
+def test_while_it_checkpoints(machine: Machine, signum: int, code: int) -> None:
+    one, two = machine.target("--gib", "1"), machine.target("--gib", "4")
+    machine.slow(0.2)
+    suspend = machine.begin("suspend", one.pid, two.pid)
+    eventually(lambda: two.under_way(Call.CHECKPOINT), "the checkpoint")
+    suspend.signal(signum)
+    result = suspend.end()
+    assert (result.code, result.states) == (code, {one.pid: "running", two.pid: "running"})
+    assert one.unharmed()
+    assert two.unharmed()
+    assert machine.records() == []
+    assert machine.audit()[-1]["outcome"] == "interrupted"
+
+
+@SIGNALS
+def test_while_it_waits_for_room(machine: Machine, signum: int, code: int) -> None:
+    target = machine.target("--gib", "50")
+    machine.gpuckpt("suspend", target.pid)
+    filler = machine.target("--gib", "50")
+    resume = machine.begin("resume", target.pid, "--wait", "10m")
+    eventually(lambda: machine.holds_gpu(0), "it waits for room")
+    resume.signal(signum)
+    result = resume.end()
+    assert (result.code, result.error["code"]) == (code, "interrupted")
+    assert machine.gpuckpt("is-suspended", target.pid).code == 0
+    filler.kill()
+    assert machine.gpuckpt("resume", target.pid).code == 0
+
+
+@SIGNALS
+def test_a_restore_under_way_is_finished(machine: Machine, signum: int, code: int) -> None:
+    target = machine.target("--gib", "4")
+    machine.gpuckpt("suspend", target.pid)
+    machine.slow(0.2)
+    resume = machine.begin("resume", target.pid)
+    eventually(lambda: target.under_way(Call.RESTORE), "the restore")
+    resume.signal(signum)
+    result = resume.end()
+    assert result.code in (0, code)
+    assert result.states == {target.pid: "running"}
+    assert target.unharmed()
+    assert machine.records() == []
+
+
+def test_the_second_ctrl_c_leaves_it(machine: Machine) -> None:
+    target = machine.target("--gib", "4")
+    machine.slow(1.0)
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
+    suspend.signal(2)
+    suspend.signal(15)  # two of a kind may arrive as one
+    result = suspend.end()
+    assert (result.code, result.error["code"], result.states) == (3, "in-flight", {target.pid: "in-flight"})
+    assert "gpuckpt recover" in result.error["hint"]
+    assert target.under_way(Call.CHECKPOINT), "it did not wait for the driver"
+    (row,) = machine.gpuckpt("status", target.pid).document["processes"]
+    assert (row["state"], row["note"].split(" by ")[0]) == ("in-flight", "checkpoint")
+    eventually(lambda: target.state is State.CHECKPOINTED, "the driver ends it")
+    result = machine.gpuckpt("recover")
+    assert (result.code, result.states) == (0, {target.pid: "running"})
+    assert target.unharmed()
+    assert machine.records() == []
+
+
+def test_a_look_is_interrupted(machine: Machine) -> None:
+    with machine.slow_look():
+        look = machine.begin("ps")
+        eventually(lambda: machine.world.path.joinpath("lock").as_posix() in look.open_files(), "it looks")
+        look.signal(2)
+        result = look.end()
+    assert (result.code, result.error["code"]) == (130, "interrupted")
+
+
+def test_stopped_while_it_is_locked(machine: Machine) -> None:
+    """The driver ignores its timeout then: the caller is left alone, and unlocks when the process goes on."""
+    target = machine.target()
+    machine.world.add_fault("lock", delay_s=1.0)
+    suspend = machine.begin("suspend", target.pid, "--timeout", "1s")
+    eventually(lambda: machine.faults_left() == 0, "the lock begins")
+    target.stop()
+    result = suspend.end()
+    assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "lock")
+    assert result.states == {target.pid: "in-flight"}
+    assert f"kill -CONT {target.pid}" in result.error["hint"]
+    for look in ("ps", "status"):
+        (row,) = machine.gpuckpt(look).document["processes"]
+        assert row["state"] == "in-flight"
+        assert row["note"].startswith("lock by caller ")
+    for command in ("suspend", "resume"):
+        again = machine.gpuckpt(command, target.pid)
+        assert (again.code, again.error["code"]) == (6, "stopped"), "at once, not after a deadline"
+        assert again.document["seconds"] < 10
+    target.signal(signal.SIGCONT)
+    eventually(lambda: not target.under_way(Call.LOCK) and target.state is State.RUNNING, "it unlocks itself")
+    assert target.unharmed()
+    recovered = machine.gpuckpt("recover")
+    assert (recovered.code, recovered.states) == (0, {target.pid: "running"})
+    assert machine.records() == []
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+
+
+def test_stopped_while_it_is_checkpointed(machine: Machine) -> None:
+    target = machine.target("--gib", "2")
+    machine.slow(0.5)
+    suspend = machine.begin("suspend", target.pid, "--timeout", "500ms")
+    eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
+    target.stop()
+    result = suspend.end()
+    assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "checkpoint")
+    stuck = machine.gpuckpt("recover")
+    assert (stuck.code, stuck.error["code"]) == (3, "in-flight")
+    assert "undone" not in stuck.document["recovered"][0]
+    target.signal(signal.SIGCONT)
+    eventually(lambda: target.state is State.CHECKPOINTED, "the driver ends it")
+    assert machine.gpuckpt("resume", target.pid).states == {target.pid: "running"}
+    assert target.unharmed()
+    assert machine.records() == []
+
+
+def test_a_call_that_hangs(machine: Machine) -> None:
+    """Exit 3: which pid, which step; the others are back."""
+    one, two = machine.target(), machine.target()
+    machine.world.add_fault("checkpoint", pid=two.pid, hang=True)
+    result = machine.gpuckpt("suspend", one.pid, two.pid, "--timeout", "500ms")
+    assert (result.code, result.error["code"], result.error["pid"], result.error["step"]) == (3, "in-flight", two.pid, "checkpoint")
+    assert result.states[one.pid] == "running"
+    assert one.unharmed()
+
+
+def test_a_state_that_hangs(machine: Machine) -> None:
+    target = machine.target()
+    machine.world.add_fault("state", hang=True, times=2)
+    result = machine.gpuckpt("suspend", target.pid, "--timeout", "1s")
+    assert (result.code, result.error["code"], result.error["pid"]) == (124, "concurrent-operation", target.pid)
+    assert "does not answer" in result.error["message"]
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+
+
+def test_kill_9_while_it_locks(machine: Machine) -> None:
+    target = machine.target()
+    target.ask("busy 1")
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: target.under_way(Call.LOCK), "the lock")
+    suspend.signal(9)
+    suspend.end()
+    eventually(lambda: not target.under_way(Call.LOCK) and target.state is State.RUNNING, "the caller undoes its lock")
+    assert target.unharmed()
+    (row,) = machine.gpuckpt("ps").document["processes"]
+    assert "gpuckpt recover" in row["note"]
+    result = machine.gpuckpt("recover")
+    assert (result.code, result.states) == (0, {target.pid: "running"})
+    assert "the suspend was undone" in result.document["recovered"][0]
+    assert machine.records() == []
+
+
+@pytest.mark.parametrize("then", ["recover", "suspend", "resume"])
+def test_kill_9_while_it_checkpoints(machine: Machine, then: str) -> None:
+    target = machine.target("--gib", "2")
+    machine.slow(0.3)
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
+    suspend.signal(9)
+    suspend.end()
+    eventually(lambda: target.state is State.CHECKPOINTED, "the driver ends it")
+    result = machine.gpuckpt(then, *([] if then == "recover" else [target.pid]))
+    assert (result.code, result.states) == (0, {target.pid: "running" if then == "resume" else "suspended"})
+    if then == "recover":
+        assert "the suspend was finished" in result.document["recovered"][0]
+    assert machine.gpuckpt("recover").document["already"] is True, "nothing more to do"
+    if then != "resume":
+        assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+    assert machine.records() == []
+
+
+def test_kill_9_with_a_part_of_the_group_down(machine: Machine) -> None:
+    one, two = machine.target("--gib", "1"), machine.target("--gib", "1")
+    machine.world.add_fault("checkpoint", pid=two.pid, hang=True)
+    suspend = machine.begin("suspend", one.pid, two.pid)
+    eventually(lambda: one.state is State.CHECKPOINTED, "one is down")
+    suspend.signal(9)
+    suspend.end()
+    machine.kill_callers()
+    result = machine.gpuckpt("recover")
+    assert (result.code, result.states) == (0, {one.pid: "running", two.pid: "running"})
+    assert one.unharmed()
+    assert two.unharmed()
+
+
+@pytest.mark.parametrize("then", ["recover", "resume"])
+def test_kill_9_while_it_restores(machine: Machine, then: str) -> None:
+    target = machine.target("--gib", "2")
+    machine.gpuckpt("suspend", target.pid)
+    machine.slow(0.3)
+    resume = machine.begin("resume", target.pid)
+    eventually(lambda: target.under_way(Call.RESTORE), "the restore")
+    resume.signal(9)
+    resume.end()
+    eventually(lambda: target.state is State.LOCKED, "the driver ends it")
+    result = machine.gpuckpt(then, *([target.pid] if then == "resume" else []))
+    assert (result.code, result.states) == (0, {target.pid: "running"})
+    assert target.unharmed()
+    assert machine.records() == []
+
+
+@pytest.mark.parametrize(("command", "call", "state"), [("suspend", Call.CHECKPOINT, "suspended"), ("resume", Call.RESTORE, "running")])
+def test_kill_9_of_a_caller(machine: Machine, command: str, call: Call, state: str) -> None:
+    """The driver goes on with the call in the target, and gpuckpt waits for it there."""
+    target = machine.target("--gib", "2")
+    if command == "resume":
+        machine.gpuckpt("suspend", target.pid)
+    machine.slow(0.5)
+    operation = machine.begin(command, target.pid)
+    eventually(lambda: target.under_way(call), str(call))
+    (under_way,) = machine.world.peek().under_way(target.pid)
+    os.kill(under_way.owner_pid, signal.SIGKILL)
+    result = operation.end()
+    assert (result.code, result.states) == (0, {target.pid: state})
+    assert "the driver completed the call" in result.document["warnings"][0]
+
+
+def test_recover_in_words(machine: Machine) -> None:
+    target = machine.target()
+    machine.gpuckpt("suspend", target.pid)
+    machine.rewrite(status="resuming")
+    result = machine.gpuckpt("recover", json=False)
+    assert result.code == 0
+    assert f"pid {target.pid}" in result.stdout
+    assert "the resume was undone" in result.stdout
+    assert machine.gpuckpt("is-suspended", target.pid).code == 0
+
+
+def test_recover_without_room(machine: Machine) -> None:
+    one, two = machine.target("--gib", "40"), machine.target()
+    machine.gpuckpt("suspend", one.pid, two.pid)
+    with machine.world.transaction() as world:
+        world.rules.restore(two.pid, {})
+    machine.rewrite(status="resuming")
+    filler = machine.target("--gib", "60")
+    result = machine.gpuckpt("recover")
+    assert (result.code, result.error["code"]) == (3, "not-as-found")
+    assert f"pid {filler.pid}" in result.error["message"]
+    assert "undone" not in result.document["recovered"][0]
+    assert "finished" not in result.document["recovered"][0]
+    filler.kill()
+    assert machine.gpuckpt("recover").states == {one.pid: "running", two.pid: "running"}
+    assert one.unharmed()

@@ -1,0 +1,266 @@
+"""`gpuckpt resume`: room first, then back to where it was, or onto another card."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpuckpt.model import GIB, Call, State
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from tests.conftest import Machine
+
+
+def test_it_computes_on(machine2: Machine) -> None:
+    target = machine2.target("--gib", "4", "--gpu", "0", "--gpu", "1")
+    assert machine2.gpuckpt("suspend", target.pid).code == 0
+    result = machine2.gpuckpt("resume", target.pid)
+    assert (result.code, result.states) == (0, {target.pid: "running"})
+    (process,) = result.document["processes"]
+    assert {g["uuid"]: g["bytes_after"] for g in process["gpus"]} == dict.fromkeys(machine2.uuids, 4 * GIB)
+    assert [s["name"] for s in result.document["steps"]] == ["inspect", "room", "restore", "unlock"]
+    assert target.unharmed()
+    assert machine2.records() == []
+
+
+def test_words_for_people(machine: Machine) -> None:
+    target = machine.target("--gib", "4")
+    machine.gpuckpt("suspend", target.pid)
+    result = machine.gpuckpt("resume", target.pid, json=False)
+    assert f"running: pid {target.pid}" in result.stdout
+    assert f"4.0 GiB on {machine.uuids[0]}" in result.stdout
+    assert machine.gpuckpt("resume", target.pid, json=False).stdout.startswith(f"already running: pid {target.pid}")
+
+
+def test_already_running(machine: Machine) -> None:
+    target = machine.target()
+    result = machine.gpuckpt("resume", target.pid)
+    assert (result.code, result.document["already"], result.states) == (0, True, {target.pid: "running"})
+    dry = machine.gpuckpt("resume", "--dry-run", target.pid)
+    assert (dry.code, dry.document["plan"]["steps"]) == (0, [])
+    assert machine.gpuckpt("resume", "--dry-run", target.pid, json=False).code == 0
+
+
+def test_no_room_names_the_holder_and_keeps_the_process(machine: Machine) -> None:
+    target = machine.target("--gib", "40")
+    machine.gpuckpt("suspend", target.pid)
+    filler = machine.target("--gib", "60")
+    result = machine.gpuckpt("resume", target.pid)
+    assert (result.code, result.error["code"], result.error["gpu"]) == (6, "gpu-memory", machine.uuids[0])
+    assert "has 20.0 GiB free, the restore needs 40.2 GiB" in result.error["message"]
+    assert f"pid {filler.pid}" in result.error["message"]
+    assert "--wait" in result.error["hint"]
+    assert target.state is State.CHECKPOINTED
+    plan = machine.gpuckpt("resume", "--dry-run", target.pid).document["plan"]
+    assert plan["refused"]["code"] == "gpu-memory"
+    assert machine.gpuckpt("is-suspended", target.pid).code == 0
+    filler.kill()
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
+def test_wait_for_room(machine: Machine) -> None:
+    target = machine.target("--gib", "40")
+    machine.gpuckpt("suspend", target.pid)
+    filler = machine.target("--gib", "60")
+    short = machine.gpuckpt("resume", target.pid, "--wait", "100ms")
+    assert (short.code, short.error["code"]) == (6, "gpu-memory")
+    resume = machine.begin("resume", target.pid, "--wait", "30s")
+    eventually(lambda: machine.holds_gpu(0), "it waits for room")
+    filler.kill()
+    assert resume.end().code == 0
+    assert target.unharmed()
+
+
+def test_a_process_that_filled_its_gpu_has_room_on_it(machine: Machine) -> None:
+    """The margin beyond its bytes is not asked for where the GPU did not have it before."""
+    target = machine.target("--gib", "79.99")
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
+@pytest.mark.parametrize("answer", ["fails", "zero"])
+def test_unknown_is_not_free(machine: Machine, answer: str) -> None:
+    target = machine.target()
+    machine.gpuckpt("suspend", target.pid)
+    machine.gpu(0, memory_query=answer)
+    result = machine.gpuckpt("resume", target.pid)
+    assert (result.code, result.error["code"]) == (6, "gpu-unknown")
+    assert target.state is State.CHECKPOINTED
+    resume = machine.begin("resume", target.pid, "--wait", "30s")
+    eventually(lambda: machine.holds_gpu(0), "it waits for an answer")
+    machine.gpu(0, memory_query="ok")
+    assert resume.end().code == 0
+    assert target.unharmed()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"compute_mode": "prohibited"}, "compute mode is prohibited (was default)"),
+        ({"compute_mode": "exclusive-process"}, "compute mode is exclusive-process (was default)"),
+        ({"mig": True}, "MIG was switched on"),
+    ],
+)
+def test_a_changed_gpu(machine: Machine, change: dict[str, object], words: str) -> None:
+    target = machine.target()
+    machine.gpuckpt("suspend", target.pid)
+    machine.gpu(0, **change)
+    for arguments in (("resume", target.pid), ("resume", "--dry-run", target.pid)):
+        result = machine.gpuckpt(*arguments)
+        error = result.document["error"] or result.document["plan"]["refused"]
+        assert error["code"] == "gpu-changed"
+        assert words in error["message"]
+    assert target.state is State.CHECKPOINTED
+    machine.gpu(0, compute_mode="default", mig=False)
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
+def test_onto_another_card_and_back(machine2: Machine) -> None:
+    one, two = machine2.uuids
+    target = machine2.target("--gib", "8")
+    for there, wish in ((two, two), (one, f"{two}={one}")):
+        assert machine2.gpuckpt("suspend", target.pid).code == 0
+        dry = machine2.gpuckpt("resume", "--dry-run", target.pid, "--gpu", wish).document["plan"]
+        assert set(dry["gpu_map"]) == {one, two}
+        assert list(dry["gpu_bytes_needed"]) == [there]
+        result = machine2.gpuckpt("resume", target.pid, "--gpu", wish)
+        assert (result.code, result.states) == (0, {target.pid: "running"})
+        assert {u for u, g in machine2.world.peek().rules.processes[target.pid].held_bytes.items() if g} == {there}
+        assert target.unharmed()
+
+
+def test_another_card_without_room(machine2: Machine) -> None:
+    target = machine2.target("--gib", "40")
+    filler = machine2.target("--gib", "60", "--gpu", "1")
+    machine2.gpuckpt("suspend", target.pid)
+    result = machine2.gpuckpt("resume", target.pid, "--gpu", machine2.uuids[1])
+    assert (result.code, result.error["code"], result.error["gpu"]) == (6, "gpu-memory", machine2.uuids[1])
+    assert f"pid {filler.pid}" in result.error["message"]
+    assert target.state is State.CHECKPOINTED
+    assert machine2.gpuckpt("resume", target.pid).code == 0
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        (("GPU-nonsense",), "there is no GPU GPU-nonsense"),
+        (("{0}=GPU-nonsense",), "there is no GPU GPU-nonsense"),
+        (("GPU-nonsense={0}",), "there is no GPU GPU-nonsense"),
+        (("{0}={1}", "{1}={1}"), "two GPUs cannot be restored onto one"),
+        (("{0}={1}", "{0}={0}"), "names one old GPU twice"),
+        (("{0}", "{1}"), "one UUID alone, or OLD=NEW"),
+        (("=", "x"), "one UUID alone, or OLD=NEW"),
+    ],
+)
+def test_wrong_wishes(machine2: Machine, wish: tuple[str, ...], words: str) -> None:
+    target = machine2.target()
+    machine2.gpuckpt("suspend", target.pid)
+    options = [w for wished in wish for w in ("--gpu", wished.format(*machine2.uuids))]
+    result = machine2.gpuckpt("resume", target.pid, *options)
+    assert (result.code, result.error["code"]) == (2, "usage")
+    assert words in result.error["message"]
+    assert target.state is State.CHECKPOINTED
+
+
+def test_one_uuid_for_a_group_on_two_gpus(machine2: Machine) -> None:
+    target = machine2.target("--gpu", "0", "--gpu", "1")
+    machine2.gpuckpt("suspend", target.pid)
+    result = machine2.gpuckpt("resume", target.pid, "--gpu", machine2.uuids[0])
+    assert result.code == 2
+    assert "the group was on 2 GPUs" in result.error["message"]
+
+
+def test_another_chip(machine2: Machine) -> None:
+    machine2.gpu(1, name="Another GPU")
+    target = machine2.target()
+    machine2.gpuckpt("suspend", target.pid)
+    result = machine2.gpuckpt("resume", target.pid, "--gpu", machine2.uuids[1])
+    assert (result.code, result.error["code"]) == (6, "gpu-changed")
+    assert "same chip" in result.error["message"]
+    assert target.state is State.CHECKPOINTED
+
+
+def test_a_gpu_for_a_process_that_runs(machine2: Machine) -> None:
+    target = machine2.target()
+    result = machine2.gpuckpt("resume", target.pid, "--gpu", machine2.uuids[1])
+    assert result.states == {target.pid: "running"}, "nothing moves, and the report says where it is"
+    assert [g["uuid"] for g in result.document["processes"][0]["gpus"]] == [machine2.uuids[0]]
+
+
+def test_a_failed_restore_names_the_lost_and_brings_back_the_rest(machine: Machine) -> None:
+    good, importer = machine.job((), ("--trait", "import"))
+    machine.gpuckpt("suspend", good.pid, "--accept-loss", "possible-import")
+    result = machine.gpuckpt("resume", good.pid)
+    assert (result.code, result.error["code"], result.error["pid"]) == (3, "lost", importer.pid)
+    assert "INVALID_VALUE" in result.error["message"]
+    assert f"kill {importer.pid}" in result.error["hint"]
+    assert result.states == {good.pid: "running", importer.pid: "lost"}
+    assert good.unharmed()
+    rows = {p["pid"]: p["state"] for p in machine.gpuckpt("ps").document["processes"]}
+    assert rows == {good.pid: "running", importer.pid: "lost"}
+    again = machine.gpuckpt("resume", importer.pid)
+    assert (again.code, again.error["code"]) == (3, "lost")
+    importer.kill()
+    machine.gpuckpt("recover")
+    assert machine.records() == []
+
+
+def test_stopped_while_suspended(machine: Machine) -> None:
+    target = machine.target()
+    machine.gpuckpt("suspend", target.pid)
+    target.stop()
+    for command in ("suspend", "resume"):
+        result = machine.gpuckpt(command, target.pid)
+        assert (result.code, result.error["code"]) == (6, "stopped"), command
+        assert result.error["hint"] == f"kill -CONT {target.pid}"
+    target.signal(18)
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
+def test_no_persistence_mode(machine: Machine) -> None:
+    machine.gpu(0, persistence=False)
+    target = machine.target()
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
+def test_a_restore_is_not_hurried_by_its_deadline(machine: Machine) -> None:
+    target = machine.target("--gib", "2")
+    machine.gpuckpt("suspend", target.pid)
+    machine.slow(0.5)
+    result = machine.gpuckpt("resume", target.pid, "--timeout", "100ms")
+    assert (result.code, result.states) == (0, {target.pid: "running"})
+
+
+def test_dead_while_suspended(machine: Machine) -> None:
+    target = machine.target()
+    machine.gpuckpt("suspend", target.pid)
+    target.kill()
+    for command in ("resume", "status"):
+        result = machine.gpuckpt(command, target.pid)
+        assert (result.code, result.error["code"]) == (4, "no-such-process")
+    result = machine.gpuckpt("recover")
+    assert result.code == 0
+    assert "ended" in result.document["recovered"][0]
+    assert machine.records() == []
+
+
+def test_dies_during_the_restore(machine: Machine) -> None:
+    one, two = machine.target("--gib", "1"), machine.target("--gib", "8")
+    machine.gpuckpt("suspend", one.pid, two.pid)
+    machine.slow(0.2)
+    resume = machine.begin("resume", one.pid)
+    eventually(lambda: two.under_way(Call.RESTORE), "the restore")
+    two.kill()
+    result = resume.end()
+    assert (result.code, result.states) == (0, {one.pid: "running", two.pid: "gone"})
+    assert f"pid {two.pid}" in result.document["warnings"][0]
+    assert one.unharmed()
+    assert machine.records() == []
