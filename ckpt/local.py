@@ -283,6 +283,7 @@ class LocalWorld:
 
     def _claim(self, names: Mapping[str, str], until: float) -> FileClaim:
         claim = FileClaim()
+        before = len(self._signals)
         try:
             for path, name in names.items():
                 try:
@@ -295,15 +296,15 @@ class LocalWorld:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         break
                     except BlockingIOError:
-                        self._wait_for(fd, name, until)
+                        self._wait_for(fd, name, until, before)
         except BaseException:
             claim.release()
             raise
         return claim
 
-    def _wait_for(self, fd: int, name: str, until: float) -> None:
-        if self._signals:
-            raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[0])
+    def _wait_for(self, fd: int, name: str, until: float, signals: int) -> None:
+        if len(self._signals) > signals:
+            raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[-1])
         if self.now() >= until:
             holder = _holder(fd)
             if holder is not None and processes.read(holder) is not None:

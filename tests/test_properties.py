@@ -191,6 +191,17 @@ def test_examples(schedule: Schedule) -> None:
     check(schedule)
 
 
+def test_way_back_waits_for_room_after_one_interruption() -> None:
+    """Somebody takes the room just when Ctrl-C asks for the way back, and gives it back a little later."""
+    events = (Event(0, "interrupt", after_s=1.0), Event(0, "take", after_s=2.0), Event(0, "free", after_s=7.0))
+    step = Step("suspend", events=events, faults=(Fault(3, seconds=3.0),))
+    player = Player.of(Schedule(PAIR, (), gpu_gib=TIGHT_GIB + 1))
+    played = player.play(step)
+    assert player.machine.takers
+    assert played.code == 130
+    assert set(played.after.values()) == {RUNNING}
+
+
 @pytest.mark.parametrize("what", ["crash", "kill-all"])
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.5])
 @pytest.mark.parametrize("found", [(RUNNING, RUNNING), (RUNNING, CHECKPOINTED), (LOCKED, RUNNING)])
