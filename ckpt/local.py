@@ -97,8 +97,12 @@ class LocalWorld:
         return self._signals
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGHUP into :attr:`interruptions` (in the main thread; elsewhere signals are not ours)."""
+    def interruptible(self, *, restore: bool = False) -> Iterator[None]:
+        """Turn SIGINT, SIGTERM and SIGHUP into :attr:`interruptions` (in the main thread; elsewhere signals are not ours).
+
+        Afterwards a command ignores them until it exits: a signal that comes when all is done must not turn the exit status into
+        "interrupted, as it was found". A program that lives on gets its handlers back (*restore*).
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -116,7 +120,7 @@ class LocalWorld:
             yield
         finally:
             for s, handler in before.items():
-                signal.signal(s, handler)
+                signal.signal(s, handler if restore else signal.SIG_IGN)
 
     # Looking.
 
@@ -299,6 +303,7 @@ class LocalWorld:
 
     def _claim(self, names: Mapping[str, str], until: float) -> FileClaim:
         claim = FileClaim()
+        before = len(self._signals)
         try:
             for path, name in names.items():
                 try:
@@ -311,15 +316,15 @@ class LocalWorld:
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         break
                     except BlockingIOError:
-                        self._wait_for(fd, name, until)
+                        self._wait_for(fd, name, until, before)
         except BaseException:
             claim.release()
             raise
         return claim
 
-    def _wait_for(self, fd: int, name: str, until: float) -> None:
-        if self._signals:
-            raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[0])
+    def _wait_for(self, fd: int, name: str, until: float, signals: int) -> None:
+        if len(self._signals) > signals:
+            raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[-1])
         if self.now() >= until:
             holder = _holder(fd)
             if holder is not None and processes.read(holder) is not None:

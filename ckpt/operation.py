@@ -83,12 +83,12 @@ class Operation(Walk):
             while record is not None:
                 self._refuse_stopped(record.members)
                 self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
+                self.check_interruption()
                 self.claims.append(self._claim(m.id for m in record.members))
                 before, (record, inventory) = record, self._group_to_resume(targets)
                 if record is not None and self._timeless(record) == self._timeless(before):
                     break
                 self.release()  # another command was at it while we waited
-                self.check_interruption()
                 self.check_deadline("inspect")
             if record is None:
                 return self._already(inventory)
@@ -98,6 +98,7 @@ class Operation(Walk):
             self.world.journal.prepare()
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
             if any(s is State.CHECKPOINTED for s in self.now.values()):
+                self.check_interruption()
                 room.claim(self, gpu_map, until=self.world.now() + wait_s)
             self.check_interruption()
             self.save(required=True, status=Status.RESUMING)
@@ -230,13 +231,13 @@ class Operation(Walk):
     def _claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
         """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
         while True:
+            self.check_interruption()
             self.claims.append(self._claim(p.id for p in inventory.processes))
             states = self.world.states(p.id for p in inventory.processes)
             together = self._suspended_with(states)
             if not together and all(states[p.id] is p.state for p in inventory.processes):
                 return inventory, targets
             self.release()
-            self.check_interruption()
             self.check_deadline("inspect")
             targets = [*targets, *together]
             inventory = self._inspect(targets, tree)

@@ -38,8 +38,12 @@ def gpu_map_for(walk: Walk, wished: Mapping[str, str], to_gpu: str) -> dict[str,
 
 
 def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
-    """Hold the GPUs of the restore to come, and return once each has room. Raises, with nothing changed, if none comes by *until*."""
+    """Hold the GPUs of the restore to come, and return once each has room. Raises, with nothing changed, if none comes by *until*.
+
+    What interrupts it is a signal that comes while it waits: the way back after a Ctrl-C waits like any other.
+    """
     assert walk.record is not None
+    before = len(walk.world.interruptions)
     needed = need(walk, gpu_map)
     gpus = [g for g in walk.world.gpus() if g.uuid in needed]
     walk.claims.append(walk.world.claim_gpus(gpus, max(until, walk.deadline)))
@@ -49,8 +53,10 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
             short = shortages(walk, needed, gpu_map)
             if not coming and not short:
                 return
-            if walk.world.now() >= until or walk.world.interruptions or any(s.kind == "missing" for s in short):
-                walk.check_interruption()
+            if len(walk.world.interruptions) > before:
+                signum = walk.world.interruptions[-1]
+                raise errors.Interrupted("interrupted while waiting for room; nothing was restored", signum=signum, step="room")
+            if walk.world.now() >= until or any(s.kind == "missing" for s in short):
                 raise no_room(walk, short[0]) if short else still_coming(walk, coming[0])
             walk.say("room", f"waiting for {f'room on {short[0].uuid}' if short else f'the restore of pid {coming[0]} to end'}")
             walk.world.wait((), min(until, walk.world.now() + 0.2))

@@ -99,7 +99,8 @@ class World(Protocol):
         ...
 
     def claim(self, processes: Sequence[ProcessId], until: float) -> Claim:
-        """Hold *processes*, waiting until *until*. Raises :class:`gpuckpt.errors.Busy`, saying who is at it."""
+        """Hold *processes*, waiting until *until*. Raises :class:`gpuckpt.errors.Busy`, saying who is at it, or ``Interrupted`` for a
+        signal that comes meanwhile."""
         ...
 
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> Claim:
