@@ -59,7 +59,7 @@ def suspend(
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
 
-    with LocalWorld() as world, world.interruptible():
+    with LocalWorld() as world, world.interruptible(restore=True):
         return Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell).suspend(pids, tree=tree)
 
 
@@ -86,7 +86,7 @@ def resume(
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
 
-    with LocalWorld(command="resume") as world, world.interruptible():
+    with LocalWorld(command="resume") as world, world.interruptible(restore=True):
         operation = Operation(world, "resume", timeout_s=timeout_s, tell=tell)
         return operation.resume(pids, wished=gpus, to_gpu=to_gpu, wait_s=wait_s)
 
@@ -105,5 +105,5 @@ def recover() -> list[Report]:
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
 
-    with LocalWorld() as world, world.interruptible():
+    with LocalWorld() as world, world.interruptible(restore=True):
         return recover_all(world)

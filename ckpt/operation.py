@@ -83,12 +83,12 @@ class Operation(Walk):
             while record is not None:
                 self._refuse_stopped(record.members)
                 self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
+                self.check_interruption()
                 self.claims.append(self._claim(m.id for m in record.members))
                 before, (record, inventory) = record, self._group_to_resume(targets)
                 if record is not None and self._timeless(record) == self._timeless(before):
                     break
                 self.release()  # another command was at it while we waited
-                self.check_interruption()
                 self.check_deadline("inspect")
             if record is None:
                 return self._already(inventory)
@@ -98,6 +98,7 @@ class Operation(Walk):
             self.world.journal.prepare()
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
             if any(s is State.CHECKPOINTED for s in self.now.values()):
+                self.check_interruption()
                 room.claim(self, gpu_map, until=self.world.now() + wait_s)
             self.check_interruption()
             self.save(required=True, status=Status.RESUMING)
@@ -218,21 +219,25 @@ class Operation(Walk):
 
     def _inspect(self, targets: Sequence[int], tree: bool) -> Inventory:
         with self.step("inspect"):
-            inventory = self.world.inspect(targets, tree=tree)
+            inventory = self._inspected(targets, tree=tree)
         self.hazards = inventory.hazards
+        return inventory
+
+    def _inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
+        inventory = self.world.inspect(targets, tree=tree)
         self.warnings += [w for w in inventory.warnings if w not in self.warnings]
         return inventory
 
     def _claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
         """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
         while True:
+            self.check_interruption()
             self.claims.append(self._claim(p.id for p in inventory.processes))
             states = self.world.states(p.id for p in inventory.processes)
             together = self._suspended_with(states)
             if not together and all(states[p.id] is p.state for p in inventory.processes):
                 return inventory, targets
             self.release()
-            self.check_interruption()
             self.check_deadline("inspect")
             targets = [*targets, *together]
             inventory = self._inspect(targets, tree)
@@ -258,12 +263,13 @@ class Operation(Walk):
     def _group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, Inventory]:
         """The journal's group where it knows one, else what the driver says of the targets' group."""
         records = [r for r in self.world.journal.records() if any(self._is(m) for m in r.members)]
-        known = [r for r in records if any(m.id.pid in targets for m in r.members)]
-        rest = [t for t in targets if not any(m.id.pid == t for r in known for m in r.members)]
+        named = [m for r in records for m in r.members if m.id.pid in targets and not self._number_taken(m)]
+        known = [r for r in records if any(m in named for m in r.members)]
+        rest = [t for t in targets if not any(m.id.pid == t for m in named)]
         inventory = Inventory((), self.world.gpus())
         found: dict[ProcessId, Member] = {}
         if rest:
-            inventory = self.world.inspect(rest, tree=True)
+            inventory = self._inspected(rest)
             for p in inventory.processes:
                 if p.state in (State.CHECKPOINTED, State.LOCKED):
                     found[p.id] = _member(p)
@@ -292,6 +298,15 @@ class Operation(Walk):
 
     def _is(self, member: Member) -> bool:
         return self.world.states([member.id])[member.id] is not State.GONE
+
+    def _number_taken(self, member: Member) -> bool:
+        """Whether another CUDA process has the pid of *member*, who ended."""
+        if self._is(member):
+            return False
+        try:
+            return any(p.pid == member.id.pid for p in self.world.inspect([member.id.pid], tree=False).processes)
+        except (errors.NoSuchProcess, errors.NoCudaState, errors.Usage):
+            return False
 
     @staticmethod
     def _timeless(record: Record) -> object:
@@ -479,7 +494,16 @@ class Operation(Walk):
             ProcessReport(p.pid, p.name, _word(p.state), tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus), p.host_bytes)
             for p in inventory.processes
         )
-        report = Report(self.command, True, self.world.simulated, processes, self.seconds(), tuple(self.steps), already=True)
+        report = Report(
+            self.command,
+            True,
+            self.world.simulated,
+            processes,
+            self.seconds(),
+            tuple(self.steps),
+            warnings=tuple(self.warnings),
+            already=True,
+        )
         self._close("already")
         return report
 

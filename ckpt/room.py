@@ -11,7 +11,7 @@ from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
 from gpuckpt.walk import Walk
-from gpuckpt.words import size
+from gpuckpt.words import duration, size
 
 
 def gpu_map_for(walk: Walk, wished: Mapping[str, str], to_gpu: str) -> dict[str, str]:
@@ -38,8 +38,12 @@ def gpu_map_for(walk: Walk, wished: Mapping[str, str], to_gpu: str) -> dict[str,
 
 
 def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
-    """Hold the GPUs of the restore to come, and return once each has room. Raises, with nothing changed, if none comes by *until*."""
+    """Hold the GPUs of the restore to come, and return once each has room. Raises, with nothing changed, if none comes by *until*.
+
+    What interrupts it is a signal that comes while it waits: the way back after a Ctrl-C waits like any other.
+    """
     assert walk.record is not None
+    before = len(walk.world.interruptions)
     needed = need(walk, gpu_map)
     gpus = [g for g in walk.world.gpus() if g.uuid in needed]
     walk.claims.append(walk.world.claim_gpus(gpus, max(until, walk.deadline)))
@@ -49,8 +53,10 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
             short = shortages(walk, needed, gpu_map)
             if not coming and not short:
                 return
-            if walk.world.now() >= until or walk.world.interruptions or any(s.kind == "missing" for s in short):
-                walk.check_interruption()
+            if len(walk.world.interruptions) > before:
+                signum = walk.world.interruptions[-1]
+                raise errors.Interrupted("interrupted while waiting for room; nothing was restored", signum=signum, step="room")
+            if walk.world.now() >= until or any(s.kind == "missing" for s in short):
                 raise no_room(walk, short[0]) if short else still_coming(walk, coming[0])
             walk.say("room", f"waiting for {f'room on {short[0].uuid}' if short else f'the restore of pid {coming[0]} to end'}")
             walk.world.wait((), min(until, walk.world.now() + 0.2))
@@ -123,12 +129,17 @@ def no_room(walk: Walk, short: plan.Shortage) -> GpuckptError:
             gpu=short.uuid,
             step="room",
         )
-    holders = [(n.get(short.uuid) or 0, pid) for pid, n in walk.world.held().items() if short.uuid in n]
-    named = ", ".join(f"{walk.world.describe(pid)}: {size(nbytes)}" for nbytes, pid in sorted(holders, reverse=True)[:5])
+    holders = sorted(((n.get(short.uuid) or 0, pid) for pid, n in walk.world.held().items() if short.uuid in n), reverse=True)[:5]
+    ages = {pid: age for _, pid in holders if (age := walk.world.age_s(pid)) is not None}
+    named = ", ".join(
+        f"{walk.world.describe(pid)}{f', started {duration(ages[pid])} ago' if pid in ages else ''}: {size(nbytes)}"
+        for nbytes, pid in holders
+    )
+    end = f" (kill {next(iter(ages))} ends the largest holder)" if ages else ""
     return errors.GpuMemory(
         f"{gpu.label} has {size(short.free_bytes or 0)} free, the restore needs {size(short.needed_bytes)}; {stays}."
         + (f" Held by {named}" if named else ""),
-        hint="free the GPU, then resume again; or let it wait: --wait 10m",
+        hint=f"free the GPU{end}, then resume again; or let it wait: --wait 10m",
         gpu=short.uuid,
         step="room",
     )

@@ -79,6 +79,10 @@ class World(Protocol):
         """ "pid 4242 (python train.py, alice)": how to name a process to a person."""
         ...
 
+    def age_s(self, pid: int) -> float | None:
+        """Seconds since *pid* was started; None for one that is not seen here."""
+        ...
+
     def start(
         self,
         call: Call,
@@ -95,7 +99,8 @@ class World(Protocol):
         ...
 
     def claim(self, processes: Sequence[ProcessId], until: float) -> Claim:
-        """Hold *processes*, waiting until *until*. Raises :class:`gpuckpt.errors.Busy`, saying who is at it."""
+        """Hold *processes*, waiting until *until*. Raises :class:`gpuckpt.errors.Busy`, saying who is at it, or ``Interrupted`` for a
+        signal that comes meanwhile."""
         ...
 
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> Claim:

@@ -158,6 +158,9 @@ class MemoryWorld:
         found = self.machine.rules.processes.get(process.pid)
         return found.image_bytes if found else 0
 
+    def age_s(self, pid: int) -> float | None:
+        return None
+
     def describe(self, pid: int) -> str:
         return f"pid {pid} (train.py, tester)"
 
@@ -200,15 +203,16 @@ class MemoryWorld:
     def _claim(self, keys: Sequence[str], until: float) -> Claim:
         """One after the other, as the real one: what is held is kept while the next is waited for."""
         claim = Claim(self.machine, tuple(keys), {self}, self)
-        claims = self.machine.claims
+        claims, before = self.machine.claims, len(self.interruptions)
         for key in keys:
             while key in claims:
-                if self.interruptions or self.now() >= until:
+                interrupted = len(self.interruptions) > before
+                if interrupted or self.now() >= until:
                     claim.release()
-                    if self.interruptions:
+                    if interrupted:
                         raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched")
                     raise errors.Busy(f"another gpuckpt is at work on {key}")
-                self._pass(until, lambda key=key: key not in claims or bool(self.interruptions))
+                self._pass(until, lambda key=key: key not in claims or len(self.interruptions) > before)
             claims[key] = claim
         return claim
 

@@ -163,13 +163,13 @@ EXAMPLES = {
         (Step("suspend", faults=(Fault(3, result="NO_CALLER"),)), Step("suspend"), Step("resume", faults=(Fault(1, result="NO_CALLER"),))),
     ),
     "two records held one process": Schedule(
-        (Proc(), Proc(busy_s=200.0)), (Step("suspend", events=(Event(3, "suspend", 1, 100.0, crash_at=9),), timeout_s=10.0),)
+        (Proc(),), (Step("suspend"), Step("suspend", events=(Event(0, "born"), Event(0, "crash", after_s=0.5))), Step("recover"))
     ),
     "a suspend after a resume that was cut off left a process locked": Schedule(
         (Proc(found=LOCKED, trait="import"), Proc(gpus=(0, 1))),
         (Step("suspend"), Step("resume"), Step("suspend", events=(Event(2, "interrupt"),))),
     ),
-    "somebody's allocation counted as memory that stayed": Schedule((Proc(found=LOCKED),), (Step("suspend", events=(Event(12, "take"),)),)),
+    "somebody's allocation counted as memory that stayed": Schedule((Proc(found=LOCKED),), (Step("suspend", events=(Event(8, "take"),)),)),
     "recover kept a process locked because another found no room": Schedule(
         PAIR, (Step("suspend", events=(Event(40, "take"), Event(40, "crash")), faults=(Fault(2, result="UNKNOWN"),)),), gpu_gib=TIGHT_GIB
     ),
@@ -191,6 +191,17 @@ def test_examples(schedule: Schedule) -> None:
     check(schedule)
 
 
+def test_way_back_waits_for_room_after_one_interruption() -> None:
+    """Somebody takes the room just when Ctrl-C asks for the way back, and gives it back a little later."""
+    events = (Event(0, "interrupt", after_s=1.0), Event(0, "take", after_s=2.0), Event(0, "free", after_s=7.0))
+    step = Step("suspend", events=events, faults=(Fault(3, seconds=3.0),))
+    player = Player.of(Schedule(PAIR, (), gpu_gib=TIGHT_GIB + 1))
+    played = player.play(step)
+    assert player.machine.takers
+    assert played.code == 130
+    assert set(played.after.values()) == {RUNNING}
+
+
 @pytest.mark.parametrize("what", ["crash", "kill-all"])
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.5])
 @pytest.mark.parametrize("found", [(RUNNING, RUNNING), (RUNNING, CHECKPOINTED), (LOCKED, RUNNING)])
@@ -204,7 +215,7 @@ def test_killed_at_every_point(what: str, after_s: float, found: tuple[State, St
         for point in range(points):
             check(Schedule(processes, (*before, Step(command, events=(Event(point, what, after_s=after_s),)))))
             killed += 1
-    assert killed > 60
+    assert killed > 40
 
 
 def run(count: int, commands: str, longest: int) -> None:
