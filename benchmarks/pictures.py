@@ -84,11 +84,12 @@ def timeline(document: dict[str, Any]) -> str:
         y += 104
     m = document["machine"]
     gib = max(r["gpu_bytes"] for r in runs) / 2**30
+    huge_pages = m["thp"].partition("[")[2].partition("]")[0]
     parts += [
         text(
             left,
             y + 2,
-            f"torch process, {gib:.1f} GiB on the GPU, median of {len(runs)} cycles · {m['gpu']}, driver {m['driver']}",
+            f"torch process, {gib:.1f} GiB on the GPU, median of {len(runs)} cycles · {m['gpu']}, driver {m['driver']}, huge pages {huge_pages}",
             "small",
         )
     ]

@@ -39,28 +39,34 @@ def spread(values: Sequence[float], unit: str = "s") -> str:
 def figures() -> str:
     """The table of speeds."""
     rows = ["| what | suspend | left on the GPU | resume | source |", "|---|---|---|---|---|"]
-    notes = []
-    if cycles := result("cycles"):
+    torch_runs: list[dict[str, Any]] = []
+    notes, cut = [], []
+    for name in ("cycles", "cycles_thp_madvise"):
+        cycles = result(name)
+        if cycles is None:
+            continue
         runs = cycles["cycles"]
         gib = max(r["gpu_bytes"] for r in runs) / 2**30
         rows.append(
-            f"| torch process with {gib:.1f} GiB, streams, pinned memory, 64 CUDA graphs; {len(runs)} cycles "
+            f"| torch process with {gib:.1f} GiB, streams, pinned memory, 64 CUDA graphs; {len(runs)} cycles, huge pages {huge_pages(cycles)} "
             f"| {spread([r['suspend_wall_s'] for r in runs])} | {most(runs, 'suspended_gpu_mib')} MiB "
-            f"| {spread([r['resume_wall_s'] for r in runs])} | {source('cycles')} |"
+            f"| {spread([r['resume_wall_s'] for r in runs])} | {source(name)} |"
         )
-        same = sum(r["same"] for r in runs)
-        rss = [max(r[k] for r in runs) / 1024 for k in ("rss_mib", "suspended_rss_mib")]
+        torch_runs += runs
+        if not cycles["checks"]:
+            cut.append(f"{source(name)} after {len(runs)} cycles")
+    if torch_runs:
+        same = sum(r["same"] for r in torch_runs)
+        rss = [max(r[k] for r in torch_runs) / 1024 for k in ("rss_mib", "suspended_rss_mib")]
         notes.append(
-            f"After {same} of {len(runs)} resumes that process gave bit-identical answers. Its host memory goes from {rss[0]:.1f} GiB "
+            f"After {same} of {len(torch_runs)} resumes the torch process gave bit-identical answers. Its host memory goes from {rss[0]:.1f} GiB "
             f"to {rss[1]:.1f} GiB while it is suspended."
         )
-        if not cycles["checks"]:
-            notes.append(f"That run was cut short after {len(runs)} cycles.")
     if vllm := result("vllm_serve"):
         runs = [r for r in vllm["cycles"] if r["suspend"] == r["resume"] == 0]
         if runs:
             rows.append(
-                f"| `vllm serve` with {most(runs, 'gpu_mib') / 1024:.1f} GiB; {len(runs)} cycles, each time another process fills the GPU "
+                f"| `vllm serve` with {most(runs, 'gpu_mib') / 1024:.1f} GiB; {len(runs)} cycles, each time another process fills the GPU, huge pages {huge_pages(vllm)} "
                 f"| {spread([r['suspend_wall_s'] for r in runs])} | {most(runs, 'suspended_gpu_mib')} MiB "
                 f"| {spread([r['resume_wall_s'] for r in runs])} | {source('vllm_serve')} |"
             )
@@ -75,25 +81,29 @@ def figures() -> str:
         rows.append(
             f"| the same process, `gpuckpt` (the whole command) | {ours['suspend_wall']:.2f} s | | {ours['resume_wall']:.2f} s | {source('overhead')} |"
         )
+    if cut:
+        notes.append(f"Runs that were cut short: {', '.join(cut)}.")
     return "\n".join([*rows, "", *machine(), *notes])
 
 
 def machine() -> list[str]:
     """On what it was measured; a line a machine, were there several."""
     seen = {}
-    for name in ("cycles", "vllm_serve", "overhead"):
+    for name in ("cycles", "cycles_thp_madvise", "vllm_serve", "overhead"):
         if found := result(name):
             m = found["machine"]
             persistence = "on" if m["persistence_mode"] else "off"
             key = f"{m['gpus']} × {m['gpu']}, driver {m['driver']}, persistence mode {persistence}, Python {m['python']}"
-            seen.setdefault(f"{key}, transparent huge pages `{chosen(m['thp'])}`", m["date"])
-    return [f"Wall time of the whole command, median (least–most). {k}, {date}." for k, date in seen.items()]
+            seen.setdefault(key, m["date"])
+    on = "; ".join(f"{k}, {date}" for k, date in seen.items())
+    return [f"Wall time of the whole command, median (least–most), on {on}."]
 
 
-def chosen(words: str) -> str:
-    """ "always [madvise] never" -> "madvise"."""
+def huge_pages(document: dict[str, Any]) -> str:
+    """The setting of transparent huge pages: "always [madvise] never" -> "`madvise`"."""
+    words = document["machine"]["thp"]
     found = re.search(r"\[(\w+)\]", words)
-    return found[1] if found else words
+    return f"`{found[1] if found else words}`"
 
 
 def most(runs: Sequence[dict[str, Any]], key: str) -> int:
@@ -105,6 +115,7 @@ def tested() -> str:
     rows = ["| on a GPU | result |", "|---|---|"]
     for name, what in (
         ("cycles", "a torch process, again and again: same answers, nothing left on the GPU, no growth"),
+        ("cycles_thp_madvise", "the same, with another setting of huge pages"),
         ("bad_days", "busy, stopped, managed memory, no room, exported memory, Ctrl-C, kill -9 of the command and of its callers"),
         ("overhead", "the driver's calls and gpuckpt side by side"),
         ("permissions", "who may touch whose process"),
