@@ -73,7 +73,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
                 processes.user_name(processes.uid_of(pid)),
                 word,
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
-                world.devices.image_bytes(pid) if word == "suspended" else 0,
+                world.image_bytes(proc.id) if word == "suspended" else 0,
                 record.since if record and word == "suspended" else None,
                 record.by if record else "",
                 record.id if record else "",
