@@ -70,6 +70,19 @@ def counting(records: Iterable[Record]) -> list[Record]:
     return [r for r in records if r.id not in replaced]
 
 
+def void_words(record: Record) -> str:
+    """What to say of a record of an earlier boot."""
+    names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.since))
+    return f"the machine was started anew: the group suspended {when} is gone with its processes: {names}"
+
+
+def no_process(pid: int, void: Iterable[Record]) -> str:
+    """Words for a pid that is none, or is none any more: *void* has the records of earlier boots."""
+    ended = next((r for r in void if any(m.id.pid == pid for m in r.members)), None)
+    return f"there is no process {pid}" + (f"; {void_words(ended)}" if ended else "")
+
+
 class Journal:
     """The records of one user on one machine.
 
@@ -106,13 +119,14 @@ class Journal:
             temporary.rename(path)
             self._sync_directory()
         except OSError as e:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise JournalError(f"the journal in {self.directory} cannot be written ({e.strerror})", hint="free space there") from e
 
     def remove(self, *record_ids: str) -> None:
         """Forget them, in this order: what a record replaces would count again without it, so it goes first."""
         for record_id in record_ids:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # what stays says too much, and recovery asks the driver
                 (self._groups / f"{record_id}.json").unlink()
                 self._sync_directory()
 

@@ -19,7 +19,7 @@ from gpuckpt.driver.api import OLDEST_CUDA, CallError, Devices
 from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
-from gpuckpt.journal import Journal, state_directory
+from gpuckpt.journal import Journal, Record, no_process, state_directory, void_words
 from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, HostRoom, Inventory, ProcessId, State
 
 #: How long the driver may take to tell a state before it counts as blocked, in seconds. It answers in 2 ms.
@@ -129,8 +129,9 @@ class LocalWorld:
         gpus = self.devices.gpus()
         held = self.devices.processes()
         procs = processes.table()
+        void = self.journal.void()
         for target in targets:
-            self._check_target(target, procs)
+            self._check_target(target, procs, void)
         members, related = self._group(targets, procs, held, tree)
         if not members:
             self._explain_nothing(targets)
@@ -149,8 +150,9 @@ class LocalWorld:
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
+        warnings = (*map(void_words, void), *self.journal.unreadable())
         needed, room, short = self._host_room(list(members.values()))
-        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), (), needed, room)
+        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room)
 
     def _group(
         self, targets: Sequence[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]], tree: bool
@@ -198,7 +200,7 @@ class LocalWorld:
                 processes.uid_of(pid),
                 state,
                 gpus,
-                self.devices.image_bytes(pid) if state is State.CHECKPOINTED else 0,
+                self.image_bytes(id_) if state is State.CHECKPOINTED else 0,
                 procs[pid].stopped,
             )
         return found
@@ -246,11 +248,20 @@ class LocalWorld:
         return self.devices.processes()
 
     def image_bytes(self, process: ProcessId) -> int:
+        """Size of its image: what it held on its GPUs where the journal knows that (the image is 10 MiB larger), else estimated from
+        its mappings, for which the kernel walks every page: 10 ms a GiB."""
+        member = next((m for r in self.journal.records() if (m := r.member(process))), None)
+        if member and member.gpus and all(g.nbytes is not None for g in member.gpus):
+            return sum(g.nbytes or 0 for g in member.gpus)
         return self.devices.image_bytes(process.pid) if processes.is_same(process) else 0
 
     def describe(self, pid: int) -> str:
         uid = processes.uid_of(pid)
         return f"pid {pid} ({processes.command(pid)}, {processes.user_name(uid)})" if uid >= 0 else f"pid {pid}"
+
+    def age_s(self, pid: int) -> float | None:
+        proc = processes.read(pid)
+        return None if proc is None else time.clock_gettime(time.CLOCK_BOOTTIME) - proc.start_ticks / os.sysconf("SC_CLK_TCK")
 
     # Acting.
 
@@ -280,6 +291,20 @@ class LocalWorld:
 
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> FileClaim:
         return self._claim({self.devices.gpu_lock_path(g): g.label for g in sorted(gpus, key=lambda g: g.uuid)}, until)
+
+    def claimed(self, process: ProcessId) -> bool:
+        """Whether somebody holds *process*. Asked with a lock that all who ask can have at once: they must not see one another."""
+        try:
+            fd = os.open(f"/proc/{process.pid}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
     def _claim(self, names: Mapping[str, str], until: float) -> FileClaim:
         claim = FileClaim()
@@ -329,7 +354,7 @@ class LocalWorld:
                 hint="update the NVIDIA driver to 570 or newer; gpuckpt doctor explains",
             )
 
-    def _check_target(self, pid: int, procs: dict[int, Proc]) -> None:
+    def _check_target(self, pid: int, procs: dict[int, Proc], void: Sequence[Record]) -> None:
         if pid in procs:
             if pid == 1:
                 raise errors.ProtectedProcess("pid 1 is init: it is never suspended", hint="gpuckpt ps lists what can be", pid=1)
@@ -349,7 +374,7 @@ class LocalWorld:
             raise errors.NotAProcess(
                 f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt {self.command} {group}", pid=pid
             )
-        raise errors.NoSuchProcess(f"there is no process {pid}", hint="gpuckpt ps lists what can be suspended", pid=pid)
+        raise errors.NoSuchProcess(no_process(pid, void), hint="gpuckpt ps lists what can be suspended", pid=pid)
 
     def _explain_nothing(self, targets: Sequence[int]) -> None:
         for pid in targets:

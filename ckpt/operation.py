@@ -219,8 +219,12 @@ class Operation(Walk):
 
     def _inspect(self, targets: Sequence[int], tree: bool) -> Inventory:
         with self.step("inspect"):
-            inventory = self.world.inspect(targets, tree=tree)
+            inventory = self._inspected(targets, tree=tree)
         self.hazards = inventory.hazards
+        return inventory
+
+    def _inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
+        inventory = self.world.inspect(targets, tree=tree)
         self.warnings += [w for w in inventory.warnings if w not in self.warnings]
         return inventory
 
@@ -259,12 +263,13 @@ class Operation(Walk):
     def _group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, Inventory]:
         """The journal's group where it knows one, else what the driver says of the targets' group."""
         records = [r for r in self.world.journal.records() if any(self._is(m) for m in r.members)]
-        known = [r for r in records if any(m.id.pid in targets for m in r.members)]
-        rest = [t for t in targets if not any(m.id.pid == t for r in known for m in r.members)]
+        named = [m for r in records for m in r.members if m.id.pid in targets and not self._number_taken(m)]
+        known = [r for r in records if any(m in named for m in r.members)]
+        rest = [t for t in targets if not any(m.id.pid == t for m in named)]
         inventory = Inventory((), self.world.gpus())
         found: dict[ProcessId, Member] = {}
         if rest:
-            inventory = self.world.inspect(rest, tree=True)
+            inventory = self._inspected(rest)
             for p in inventory.processes:
                 if p.state in (State.CHECKPOINTED, State.LOCKED):
                     found[p.id] = _member(p)
@@ -293,6 +298,15 @@ class Operation(Walk):
 
     def _is(self, member: Member) -> bool:
         return self.world.states([member.id])[member.id] is not State.GONE
+
+    def _number_taken(self, member: Member) -> bool:
+        """Whether another CUDA process has the pid of *member*, who ended."""
+        if self._is(member):
+            return False
+        try:
+            return any(p.pid == member.id.pid for p in self.world.inspect([member.id.pid], tree=False).processes)
+        except (errors.NoSuchProcess, errors.NoCudaState, errors.Usage):
+            return False
 
     @staticmethod
     def _timeless(record: Record) -> object:
@@ -480,7 +494,16 @@ class Operation(Walk):
             ProcessReport(p.pid, p.name, _word(p.state), tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus), p.host_bytes)
             for p in inventory.processes
         )
-        report = Report(self.command, True, self.world.simulated, processes, self.seconds(), tuple(self.steps), already=True)
+        report = Report(
+            self.command,
+            True,
+            self.world.simulated,
+            processes,
+            self.seconds(),
+            tuple(self.steps),
+            warnings=tuple(self.warnings),
+            already=True,
+        )
         self._close("already")
         return report
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpuckpt import errors
 from gpuckpt.inspect import processes
-from gpuckpt.journal import Member, Record
+from gpuckpt.journal import Member, Record, no_process, void_words
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
 
@@ -54,7 +53,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     wanted = set(procs) if not targets else _reach(targets, procs, records, world.root)
     loaded = world.devices.loaded([p for p in wanted if p in procs and p != world.me.pid])
     contexts = world.devices.contexts(list(loaded))
-    busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and _claimed(world, p.id)}
+    busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and world.claimed(p.id)}
     states = world.states(procs[p].id for p in loaded if procs[p].id not in busy)
 
     rows = []
@@ -74,7 +73,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
                 processes.user_name(processes.uid_of(pid)),
                 word,
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
-                world.devices.image_bytes(pid) if word == "suspended" else 0,
+                world.image_bytes(proc.id) if word == "suspended" else 0,
                 record.since if record and word == "suspended" else None,
                 record.by if record else "",
                 record.id if record else "",
@@ -89,7 +88,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
             if pid not in loaded and pid != world.me.pid
         ]
     elif not rows:
-        _explain(targets, procs)
+        _explain(targets, procs, void)
     return Overview(gpus, tuple(rows), tuple(warnings))
 
 
@@ -98,17 +97,14 @@ def _reach(targets: Sequence[int], procs: dict[int, processes.Proc], records: Se
     for t in targets:
         found |= set(processes.relatives(t, procs, root))
     for r in records:
-        if any(m.id.pid in targets for m in r.members):
+        if _stands_for(targets, r, procs):
             found |= {m.id.pid for m in r.members}
     return found
 
 
-def _claimed(world: LocalWorld, process: ProcessId) -> bool:
-    try:
-        world.claim([process], until=0.0).release()
-    except errors.Busy:
-        return True
-    return False
+def _stands_for(targets: Sequence[int], record: Record, procs: dict[int, processes.Proc]) -> bool:
+    """Whether one of *targets* names a member: a number that another process has by now does not."""
+    return any(m.id.pid in targets and (m.id.pid not in procs or procs[m.id.pid].id == m.id) for m in record.members)
 
 
 def _word(state: State, stopped: bool, busy: bool, record: Record | None, member: Member | None, has_context: bool) -> tuple[str, str]:
@@ -140,7 +136,7 @@ def _dead(members: dict[ProcessId, tuple[Record, Member]], procs: dict[int, proc
     found = []
     for id_, (record, member) in sorted(members.items()):
         alive = id_.pid in procs and procs[id_.pid].id == id_
-        if alive or (targets and not any(m.id.pid in targets for m in record.members)):
+        if alive or (targets and not _stands_for(targets, record, procs)):
             continue
         if any(m.id.pid in procs and procs[m.id.pid].id == m.id for m in record.members):
             found.append(
@@ -162,18 +158,12 @@ def _stranger(pid: int, here: bool) -> tuple[str, str, str]:
     return "not visible from here (container?)", "?", "foreign"
 
 
-def _explain(targets: Sequence[int], procs: dict[int, processes.Proc]) -> None:
+def _explain(targets: Sequence[int], procs: dict[int, processes.Proc], void: Sequence[Record]) -> None:
     missing = [t for t in targets if t not in procs]
     if missing:
-        raise errors.NoSuchProcess(f"there is no process {missing[0]}", hint="gpuckpt ps lists what there is", pid=missing[0])
+        raise errors.NoSuchProcess(no_process(missing[0], void), hint="gpuckpt ps lists what there is", pid=missing[0])
     raise errors.NoCudaState(
         f"neither pid {targets[0]} ({processes.command(targets[0])}) nor any process that belongs to it holds GPU memory",
         hint="gpuckpt ps lists the processes on the GPUs",
         pid=targets[0],
     )
-
-
-def void_words(record: Record) -> str:
-    names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.since))
-    return f"the machine was started anew: the group suspended {when} is gone with its processes: {names}"

@@ -11,7 +11,7 @@ from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
 from gpuckpt.walk import Walk
-from gpuckpt.words import size
+from gpuckpt.words import duration, size
 
 
 def gpu_map_for(walk: Walk, wished: Mapping[str, str], to_gpu: str) -> dict[str, str]:
@@ -129,12 +129,17 @@ def no_room(walk: Walk, short: plan.Shortage) -> GpuckptError:
             gpu=short.uuid,
             step="room",
         )
-    holders = [(n.get(short.uuid) or 0, pid) for pid, n in walk.world.held().items() if short.uuid in n]
-    named = ", ".join(f"{walk.world.describe(pid)}: {size(nbytes)}" for nbytes, pid in sorted(holders, reverse=True)[:5])
+    holders = sorted(((n.get(short.uuid) or 0, pid) for pid, n in walk.world.held().items() if short.uuid in n), reverse=True)[:5]
+    ages = {pid: age for _, pid in holders if (age := walk.world.age_s(pid)) is not None}
+    named = ", ".join(
+        f"{walk.world.describe(pid)}{f', started {duration(ages[pid])} ago' if pid in ages else ''}: {size(nbytes)}"
+        for nbytes, pid in holders
+    )
+    end = f" (kill {next(iter(ages))} ends the largest holder)" if ages else ""
     return errors.GpuMemory(
         f"{gpu.label} has {size(short.free_bytes or 0)} free, the restore needs {size(short.needed_bytes)}; {stays}."
         + (f" Held by {named}" if named else ""),
-        hint="free the GPU, then resume again; or let it wait: --wait 10m",
+        hint=f"free the GPU{end}, then resume again; or let it wait: --wait 10m",
         gpu=short.uuid,
         step="room",
     )

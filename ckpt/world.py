@@ -79,6 +79,10 @@ class World(Protocol):
         """ "pid 4242 (python train.py, alice)": how to name a process to a person."""
         ...
 
+    def age_s(self, pid: int) -> float | None:
+        """Seconds since *pid* was started; None for one that is not seen here."""
+        ...
+
     def start(
         self,
         call: Call,

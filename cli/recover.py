@@ -23,13 +23,14 @@ def recover(as_json: bool) -> None:
       gpuckpt recover
       gpuckpt recover --json
     """
-    from gpuckpt import errors, overview
+    from gpuckpt import errors
+    from gpuckpt.journal import void_words
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
 
     try:
         with LocalWorld() as world, world.interruptible():
-            void = [overview.void_words(r) for r in world.journal.void()]
+            void = [void_words(r) for r in world.journal.void()]
             unreadable = world.journal.unreadable()
             reports = recover_all(world)
     except errors.GpuckptError as e:

@@ -289,6 +289,12 @@ def machine2(tmp_path: Path) -> Iterator[Machine]:
     yield from make_machine(tmp_path, gpus=2)
 
 
+@pytest.fixture
+def machine4(tmp_path: Path) -> Iterator[Machine]:
+    """Four."""
+    yield from make_machine(tmp_path, gpus=4)
+
+
 def make_machine(tmp_path: Path, gpus: int = 1) -> Iterator[Machine]:
     made = Machine(tmp_path, SimulatedWorldDir.create(tmp_path / "sim", gpus=gpus, gib=80))
     made.host_memory(512, 256)

@@ -158,6 +158,9 @@ class MemoryWorld:
         found = self.machine.rules.processes.get(process.pid)
         return found.image_bytes if found else 0
 
+    def age_s(self, pid: int) -> float | None:
+        return None
+
     def describe(self, pid: int) -> str:
         return f"pid {pid} (train.py, tester)"
 

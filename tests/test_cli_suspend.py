@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,9 +12,6 @@ from tests.conftest import eventually
 
 if TYPE_CHECKING:
     from tests.conftest import Machine
-
-#: Opens a double of an RDMA device as a program with registered memory has it, then becomes the target.
-WITH_FILE = "import os, sys; fd = os.open(sys.argv[1], os.O_RDONLY); os.set_inheritable(fd, True); os.execv(sys.executable, sys.argv[2:])"
 
 
 def test_the_bytes_leave_and_the_process_lives(machine: Machine) -> None:
@@ -32,7 +27,7 @@ def test_the_bytes_leave_and_the_process_lives(machine: Machine) -> None:
     assert target.state is State.CHECKPOINTED
     (record,) = machine.records()
     assert record["status"] == "suspended"
-    assert record["by"].startswith("root" if sys.platform == "linux" and Path("/root").owner() == record["by"].split()[0] else "")
+    assert record["by"].endswith(f"(uid {os.geteuid()})")
 
 
 def test_words_for_people(machine: Machine) -> None:
@@ -298,20 +293,3 @@ def test_a_target_dies_while_it_is_checkpointed(machine: Machine) -> None:
     assert result.states == {one.pid: "running", two.pid: "gone"}
     assert one.unharmed()
     assert machine.records() == []
-
-
-def test_an_open_rdma_device(machine: Machine) -> None:
-    double = machine.path / "dev/infiniband/uverbs0"
-    double.parent.mkdir(parents=True)
-    double.touch()
-    command = [sys.executable, "-c", WITH_FILE, str(double), sys.executable, "-m", "gpuckpt.driver.simtarget"]
-    with subprocess.Popen(
-        command, env=machine.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as target:
-        assert target.stdout is not None
-        assert target.stdout.readline()
-        result = machine.gpuckpt("suspend", target.pid)
-        assert (result.code, result.error["code"], result.error["pid"]) == (6, "rdma", target.pid)
-        assert "an RDMA device open (/dev/infiniband/)" in result.error["message"]
-        assert machine.gpuckpt("suspend", target.pid, "--accept-loss", "rdma").code == 0
-        target.kill()

@@ -151,6 +151,13 @@ def test_bindings(machine: Machine, user_mode: UserMode, said: str) -> None:
     assert said in line.message
 
 
+@pytest.mark.parametrize(("version", "said"), [("12.9.4", "12.9.4; resume on other GPUs needs 13.0.2"), ("13.4.4", "13.4.4")])
+def test_bindings_that_serve(machine: Machine, version: str, said: str) -> None:
+    machine.user_mode = dataclasses.replace(GOOD, bindings=version)
+    line = machine.line("cuda-bindings")
+    assert (line.status, line.message) == ("ok", said)
+
+
 def test_process_with_a_newer_libcuda(machine: Machine) -> None:
     maps = "7f00-7f01 r-xp 00000000 08:01 77    /usr/local/cuda/compat/libcuda.so.590.44.01\n7f02-7f03 rw-p 0 00:00 0\n"
     machine.process(70, 1, maps=maps)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from gpuckpt.model import Gpu
 
 GOOD_BINDINGS = "'cuda-python>=12.9,!=13.0.0,!=13.0.1,!=13.3.0'"
-BAD_BINDINGS = ("13.0.0", "13.0.1", "13.3.0")  # lack CUcheckpoint… types; so do some of 12.9, which their names tell
+BAD_BINDINGS = ("13.0.0", "13.0.1", "13.3.0")  # lack CUcheckpoint… types
+MOVING_BINDINGS = (13, 0, 2)  # CUcheckpointGpuPair came with 13.0; it is needed only to restore onto other GPUs
 NEEDED_NAMES = (
-    "CUcheckpointGpuPair",
     "CUcheckpointLockArgs",
     "CUcheckpointRestoreArgs",
     "CUprocessState",
@@ -191,7 +191,8 @@ def bindings(subject: Subject) -> Iterator[Check]:
             INSTALL_DRIVER,
         )
     else:
-        yield Check(name, "ok", user_mode.bindings)
+        moves = "" if at_least(user_mode.bindings, MOVING_BINDINGS) else "; resume on other GPUs needs 13.0.2"
+        yield Check(name, "ok", user_mode.bindings + moves)
 
 
 def targets_libcuda(subject: Subject) -> Iterator[Check]:

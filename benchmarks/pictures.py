@@ -1,0 +1,204 @@
+"""Draws docs/img/: two pictures from benchmarks/results/cycles.json, and one of a real run of the command line on simulated GPUs.
+
+usage: pictures.py             timeline.svg and memory.svg
+       pictures.py --check     exit 1 if they are not what the result file says
+       pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+IMG = ROOT / "docs" / "img"
+# One ink for either ground, and a second for what moves: they read on white and on GitHub's dark.
+STYLE = """<style>
+text { font: 13px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f }
+.small { font-size: 11.5px; fill: #57606a } .title { font-weight: 600 } .end { text-anchor: end } .middle { text-anchor: middle }
+.axis { stroke: #8c959f; stroke-width: 1 } .grid { stroke: #8c959f; stroke-opacity: .25 }
+.driver { fill: #2f81f7 } .a { fill: #d29922 } .b { fill: #3fb950 } .c { fill: #a371f7 } .d { fill: #8c959f }
+.gpu { stroke: #2f81f7; fill: none; stroke-width: 2 } .host { stroke: #d29922; fill: none; stroke-width: 2 }
+.zoom { fill: #8c959f; fill-opacity: .15 }
+@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9da7b3 } }
+</style>"""
+
+
+def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+    return "\n".join([head, f"<title>{title}</title>", STYLE, *parts, "</svg>", ""])
+
+
+def text(x: float, y: float, words: str, css: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}"{f" class={chr(34)}{css}{chr(34)}" if css else ""}>{words}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, css: str, words: str = "") -> str:
+    hover = f"<title>{words}</title>" if words else ""
+    return f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.6):.2f}" height="{height}" class="{css}">{hover}</rect>'
+
+
+def timeline(document: dict[str, Any]) -> str:
+    """Where the seconds go: the whole command to scale, and below it what is not the driver's, enlarged."""
+    runs = document["cycles"]
+    longest = max(median(runs, "suspend_wall_s"), median(runs, "resume_wall_s"))
+    left, right = 88, 700
+    scale = (right - left) / longest
+    parts, y = [], 20
+    for command, moving, own in (
+        ("suspend", "checkpoint", ("inspect", "lock", "re-inspect", "verify")),
+        ("resume", "restore", ("inspect", "room", "unlock")),
+    ):
+        steps = {k: statistics.median(r[f"{command}_steps"].get(k, 0.0) for r in runs) for k in (*own, moving)}
+        wall = median(runs, f"{command}_wall_s")
+        inside = statistics.median(r[f"{command}_s"] - sum(r[f"{command}_steps"].values()) for r in runs)
+        start = statistics.median(r[f"{command}_wall_s"] - r[f"{command}_s"] for r in runs)
+        shown = {"start-up": start, **{k: steps[k] for k in own}, "between the steps": inside}
+        rest = wall - steps[moving]
+        parts += [text(left - 10, y + 17, command, "title end")]
+        parts += [box(left, y, rest * scale, 24, "a", f"the rest: {rest:.2f} s")]
+        parts += [box(left + rest * scale, y, steps[moving] * scale, 24, "driver", f"{moving}: {steps[moving]:.2f} s")]
+        parts += [
+            f'<text x="{left + rest * scale + 10:.1f}" y="{y + 17}" style="fill:#fff">{moving} {steps[moving]:.1f} s: the driver</text>'
+        ]
+        # the rest, enlarged
+        wide = 420.0
+        parts += [
+            f'<polygon class="zoom" points="{left},{y + 24} {left + rest * scale:.1f},{y + 24} {left + wide},{y + 44} {left},{y + 44}"/>'
+        ]
+        x = float(left)
+        for (name, seconds), css in zip(shown.items(), ("d", "a", "b", "c", "b", "d"), strict=False):
+            width = seconds / sum(shown.values()) * wide
+            parts += [box(x, y + 44, width, 16, css, f"{name}: {seconds * 1000:.0f} ms")]
+            x += width
+        words = " · ".join(f"{name} {seconds * 1000:.0f}" for name, seconds in shown.items() if seconds >= 0.001)
+        parts += [text(left, y + 76, f"the other {rest * 1000:.0f} ms, enlarged: {words}", "small")]
+        y += 104
+    m = document["machine"]
+    gib = max(r["gpu_bytes"] for r in runs) / 2**30
+    parts += [
+        text(
+            left,
+            y + 2,
+            f"torch process, {gib:.1f} GiB on the GPU, median of {len(runs)} cycles · {m['gpu']}, driver {m['driver']}",
+            "small",
+        )
+    ]
+    return svg(720, y + 14, "Where the seconds of a suspend and a resume go", parts)
+
+
+def memory(document: dict[str, Any]) -> str:
+    """GPU memory and host memory, cycle after cycle."""
+    runs = document["cycles"]
+    gpu, host = [], []
+    for r in runs:
+        gpu += [r["gpu_mib"] / 1024, r["suspended_gpu_mib"] / 1024]
+        host += [r["rss_mib"] / 1024, r["suspended_rss_mib"] / 1024]
+    left, right, top, bottom = 52, 640, 34, 186
+    most = max(*gpu, *host)
+    width = (right - left) / len(gpu)
+
+    def height(gib: float) -> float:
+        return bottom - gib / most * (bottom - top)
+
+    parts = []
+    for tick in range(0, int(most) + 1, 10):
+        parts += [f'<line class="grid" x1="{left}" x2="{right}" y1="{height(tick):.1f}" y2="{height(tick):.1f}"/>']
+        parts += [text(left - 8, height(tick) + 4, f"{tick}", "small end")]
+    for css, values, shift in (("gpu", gpu, 0.0), ("host", host, 0.0)):
+        points = [(left + (i + side) * width, height(v) + shift) for i, v in enumerate(values) for side in (0, 1)]
+        parts += [f'<polyline class="{css}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>']
+    parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>']
+    parts += [text(left + (2 * i + 1) * width, bottom + 16, str(i + 1), "small middle") for i in range(len(runs))]
+    parts += [text(left - 8, top - 14, "GiB", "small end"), text(right, bottom + 32, "cycle: running, then suspended", "small end")]
+    parts += [
+        f'<line class="gpu" x1="{left}" x2="{left + 22}" y1="{top - 18}" y2="{top - 18}"/>',
+        text(left + 28, top - 14, "GPU memory used"),
+    ]
+    parts += [
+        f'<line class="host" x1="{left + 170}" x2="{left + 192}" y1="{top - 18}" y2="{top - 18}"/>',
+        text(left + 198, top - 14, "host memory of the process (RSS)"),
+    ]
+    m = document["machine"]
+    parts += [text(left, bottom + 32, f"torch process · {m['gpu']}, driver {m['driver']}", "small")]
+    return svg(660, 226, "GPU memory and host memory over the cycles", parts)
+
+
+def median(runs: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(r[key] for r in runs)
+
+
+def run() -> str:
+    """A terminal, as it looks: the real commands, on real processes, with simulated GPUs."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from gpuckpt.driver.simulated_store import SimulatedWorldDir
+
+    command = str(Path(sys.executable).parent / "gpuckpt")
+    console = Console(record=True, width=112, file=open(os.devnull, "w"), color_system="truecolor")  # noqa: SIM115
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        SimulatedWorldDir.create(place / "world", gpus=1, gib=80, seconds_per_gib=0.1)
+        (place / "train.py").write_text("from gpuckpt.driver.simtarget import main\nmain(['--gib', '20', '--daemon'])\n")
+        environ = {
+            **{k: v for k, v in os.environ.items() if k != "NO_COLOR"},
+            "GPUCKPT_SIMULATE": str(place / "world"),
+            "GPUCKPT_STATE_DIR": str(place / "state"),
+            "FORCE_COLOR": "1",
+            "COLUMNS": "112",
+        }
+        target = subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=place,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert target.stdout is not None
+            target.stdout.readline()
+            for words in (["ps"], ["suspend", str(target.pid)], ["ps"], ["resume", str(target.pid)]):
+                console.print(Text.assemble(("$ ", "dim"), (" ".join(["gpuckpt", *words]), "bold")))
+                done = subprocess.run([command, *words], env=environ, capture_output=True, text=True, check=True)
+                lines = [line.rstrip() for line in done.stdout.rstrip("\n").split("\n")]
+                console.print(Text.from_ansi("\n".join(lines)))
+                console.print()
+        finally:
+            target.kill()
+            target.wait()
+    picture = console.export_svg(title="gpuckpt, here on simulated GPUs", unique_id="run")
+    return re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # no font is fetched from anywhere
+
+
+def main(arguments: Sequence[str]) -> int:
+    IMG.mkdir(parents=True, exist_ok=True)
+    if "run" in arguments:
+        (IMG / "run.svg").write_text(run(), encoding="utf-8")
+        return 0
+    document = json.loads((ROOT / "benchmarks/results/cycles.json").read_text())
+    stale = []
+    for name, draw in (("timeline.svg", timeline), ("memory.svg", memory)):
+        path, drawn = IMG / name, draw(document)
+        if not path.exists() or path.read_text(encoding="utf-8") != drawn:
+            stale.append(name)
+            if "--check" not in arguments:
+                path.write_text(drawn, encoding="utf-8")
+    if "--check" in arguments and stale:
+        print(f"{', '.join(stale)}: not what benchmarks/results say. Type: python benchmarks/pictures.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,226 @@
+"""Writes the figures of the README and of docs/ from benchmarks/results/, so that none is typed by hand.
+
+usage: readme.py            fill the blocks between <!-- NAME --> and <!-- /NAME -->
+       readme.py --check    exit 1 if they are not what the result files say
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+UNTESTED = "untested"
+
+
+def result(name: str) -> dict[str, Any] | None:
+    """The document of one run; None if that script has not run on a GPU."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def source(name: str, up: str = "") -> str:
+    """A link to a result file. *up*: the way from the document to the root."""
+    return f"[{name}.json]({up}benchmarks/results/{name}.json)"
+
+
+def spread(values: Sequence[float], unit: str = "s") -> str:
+    """Median, and least to most: "13.9 s (12.4–15.3)"."""
+    middle = f"{statistics.median(values):.1f} {unit}"
+    return middle if len(values) < 3 else f"{middle} ({min(values):.1f}–{max(values):.1f})"
+
+
+def figures() -> str:
+    """The table of speeds."""
+    rows = ["| what | suspend | left on the GPU | resume | source |", "|---|---|---|---|---|"]
+    notes = []
+    if cycles := result("cycles"):
+        runs = cycles["cycles"]
+        gib = max(r["gpu_bytes"] for r in runs) / 2**30
+        rows.append(
+            f"| torch process with {gib:.1f} GiB, streams, pinned memory, 64 CUDA graphs; {len(runs)} cycles "
+            f"| {spread([r['suspend_wall_s'] for r in runs])} | {most(runs, 'suspended_gpu_mib')} MiB "
+            f"| {spread([r['resume_wall_s'] for r in runs])} | {source('cycles')} |"
+        )
+        same = sum(r["same"] for r in runs)
+        rss = [max(r[k] for r in runs) / 1024 for k in ("rss_mib", "suspended_rss_mib")]
+        notes.append(
+            f"After {same} of {len(runs)} resumes that process gave bit-identical answers. Its host memory goes from {rss[0]:.1f} GiB "
+            f"to {rss[1]:.1f} GiB while it is suspended."
+        )
+        if not cycles["checks"]:
+            notes.append(f"That run was cut short after {len(runs)} cycles.")
+    if vllm := result("vllm_serve"):
+        runs = [r for r in vllm["cycles"] if r["suspend"] == r["resume"] == 0]
+        if runs:
+            rows.append(
+                f"| `vllm serve` with {most(runs, 'gpu_mib') / 1024:.1f} GiB; {len(runs)} cycles, each time another process fills the GPU "
+                f"| {spread([r['suspend_wall_s'] for r in runs])} | {most(runs, 'suspended_gpu_mib')} MiB "
+                f"| {spread([r['resume_wall_s'] for r in runs])} | {source('vllm_serve')} |"
+            )
+            same = sum(r["same_text"] and r["same_logprobs"] for r in runs)
+            notes.append(f"After {same} of {len(runs)} resumes `vllm serve` gave the same text and the same logprobs.")
+    if overhead := result("overhead"):
+        alone, ours = overhead["driver_alone_median_s"], overhead["gpuckpt_median_s"]
+        rows.append(
+            f"| small torch process, the driver's calls alone (time inside them) | {alone['Lock'] + alone['Checkpoint']:.2f} s | "
+            f"| {alone['Restore'] + alone['Unlock']:.2f} s | {source('overhead')} |"
+        )
+        rows.append(
+            f"| the same process, `gpuckpt` (the whole command) | {ours['suspend_wall']:.2f} s | | {ours['resume_wall']:.2f} s | {source('overhead')} |"
+        )
+    return "\n".join([*rows, "", *machine(), *notes])
+
+
+def machine() -> list[str]:
+    """On what it was measured; a line a machine, were there several."""
+    seen = {}
+    for name in ("cycles", "vllm_serve", "overhead"):
+        if found := result(name):
+            m = found["machine"]
+            persistence = "on" if m["persistence_mode"] else "off"
+            key = f"{m['gpus']} × {m['gpu']}, driver {m['driver']}, persistence mode {persistence}, Python {m['python']}"
+            seen.setdefault(f"{key}, transparent huge pages `{chosen(m['thp'])}`", m["date"])
+    return [f"Wall time of the whole command, median (least–most). {k}, {date}." for k, date in seen.items()]
+
+
+def chosen(words: str) -> str:
+    """ "always [madvise] never" -> "madvise"."""
+    found = re.search(r"\[(\w+)\]", words)
+    return found[1] if found else words
+
+
+def most(runs: Sequence[dict[str, Any]], key: str) -> int:
+    return max(r[key] for r in runs)
+
+
+def tested() -> str:
+    """What ran on a GPU, and what did not."""
+    rows = ["| on a GPU | result |", "|---|---|"]
+    for name, what in (
+        ("cycles", "a torch process, again and again: same answers, nothing left on the GPU, no growth"),
+        ("bad_days", "busy, stopped, managed memory, no room, exported memory, Ctrl-C, kill -9 of the command and of its callers"),
+        ("overhead", "the driver's calls and gpuckpt side by side"),
+        ("permissions", "who may touch whose process"),
+        ("vllm_serve", "`vllm serve` on one GPU, another process on the freed GPU in between"),
+        ("other_card", "resume on the other card, both ways (two GPUs)"),
+    ):
+        rows.append(f"| {what} | {outcome(name)} |")
+    return "\n".join(rows)
+
+
+def outcome(name: str) -> str:
+    found = result(name)
+    if found is None:
+        return UNTESTED
+    checks = found["checks"]
+    failed = [k for k, v in checks.items() if not v["ok"]]
+    if not checks:
+        words = f"{len(found.get('cycles', []))} cycles, then cut short before its last checks"
+    elif failed:
+        words = f"{len(checks) - len(failed)} of {len(checks)} checks pass; not: {'; '.join(failed)}"
+    else:
+        words = f"{len(checks)} of {len(checks)} checks pass" if len(checks) > 1 else "measured"
+    return f"{words} · {source(name)}"
+
+
+def added() -> str:
+    """What gpuckpt costs beside the driver's calls."""
+    found = result("overhead")
+    if found is None:
+        return UNTESTED
+    ours, own, start = found["gpuckpt_median_s"], found["added"], found["startup_median_s"]
+    status = statistics.median(found["status_wall_s"])
+    rows = [
+        "| seconds, median | suspend | resume |",
+        "|---|---|---|",
+        f"| the whole command | {ours['suspend_wall']:.2f} | {ours['resume_wall']:.2f} |",
+        f"| of it outside its own driver calls | {own['suspend_beyond_its_own_calls_s']:.2f} | {own['resume_beyond_its_own_calls_s']:.2f} |",
+        f"| more than the driver's calls alone, side by side | {own['suspend_s']:.2f} | {own['resume_s']:.2f} |",
+        "",
+        f"`gpuckpt status` takes {status:.2f} s, `gpuckpt --help` {start['gpuckpt --help'] - start['python -c pass']:.2f} s more than "
+        f"`python -c pass` ({source('overhead', DOCS)}).",
+    ]
+    if tree := result("inspect_tree"):
+        rows[-1] += (
+            f" The inspection of a tree of {tree['processes']:,} processes takes {tree['inspect_median_s']:.2f} s on {tree['cores']} cores "
+            f"with simulated GPUs, and reading the mappings of them all another {tree['real_adapter_adds_s']:.2f} s "
+            f"({source('inspect_tree', DOCS)})."
+        )
+    return "\n".join(rows)
+
+
+def killed() -> str:
+    """What the driver does when the caller of a call is killed."""
+    found = result("driver-facts")
+    if found is None:
+        return UNTESTED
+    rows = ["| call | its caller killed after | state, when the driver answered again | after the rest of the way |", "|---|---|---|---|"]
+    for key, case in found.items():
+        if match := re.fullmatch(r"caller_killed_in_(\w+)_after_([\d.]+)", key):
+            _, state, waited = case["states"][0]
+            answer = "same answers" if case["answer"] == "True" else "NOT the same answers"
+            rows.append(f"| {match[1]} | {match[2]} s | {state.rsplit('_', 1)[-1].lower()}, {waited:.1f} s later | {answer} |")
+    return "\n".join([*rows, "", f"({source('driver-facts', DOCS)})"])
+
+
+def permissions() -> str:
+    """Who may ask the driver for the state of whose process."""
+    found = result("permissions")
+    if found is None:
+        return UNTESTED
+    cells: dict[str, dict[str, str]] = {}
+    for words, answer in found["get_state"].items():
+        caller, _, owner = words.partition(" on a target of ")
+        cells.setdefault(caller, {})[owner] = "may" if answer == "CUDA_SUCCESS" else "may not"
+    owners = list(dict.fromkeys(o for row in cells.values() for o in row))
+    rows = ["| caller | " + " | ".join(f"process of {o}" for o in owners) + " |", "|---" * (len(owners) + 1) + "|"]
+    rows += [f"| {caller} | " + " | ".join(row.get(o, "") for o in owners) + " |" for caller, row in cells.items()]
+    yama = "without Yama" if found["yama"] is None else f"with Yama ptrace_scope {found['yama']}"
+    return "\n".join([*rows, "", f"Driver {found['machine']['driver']}, a kernel {yama} ({source('permissions', DOCS)})."])
+
+
+DOCS = "../"
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"figures": figures, "tested": tested},
+    "docs/how-it-works.md": {"added": added, "killed": killed},
+    "docs/security.md": {"permissions": permissions},
+}
+
+
+def filled(name: str, text: str) -> str:
+    """*text* of the document *name*, with each block as the result files say."""
+    for block, write in BLOCKS[name].items():
+        begin, end = f"<!-- {block} -->", f"<!-- /{block} -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"{name}: {begin} and {end} must be there once")
+        before, _, rest = text.partition(begin)
+        after = rest.partition(end)[2]
+        text = f"{before}{begin}\n{write()}\n{end}{after}"
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    stale = []
+    for name in BLOCKS:
+        path = ROOT / name
+        old = path.read_text(encoding="utf-8")
+        new = filled(name, old)
+        if new != old:
+            stale.append(name)
+            if "--check" not in arguments:
+                path.write_text(new, encoding="utf-8")
+    if "--check" in arguments and stale:
+        print(f"{', '.join(stale)}: not what benchmarks/results say. Type: python benchmarks/readme.py", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

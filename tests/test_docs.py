@@ -1,0 +1,93 @@
+"""The documents say what the program does: every error code, hazard, command and exit code, and only figures that were measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpuckpt import errors
+from gpuckpt.cli.main import COMMANDS
+from gpuckpt.model import ACCEPTABLE_HAZARDS
+from gpuckpt.operation import ERRORS_OF_HAZARDS
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/gpu/README.md"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FAILURES = (ROOT / "docs/failures.md").read_text(encoding="utf-8")
+#: heading `## `code`` -> the text below it
+SECTIONS = {m[1]: m[2] for m in re.finditer(r"^## `([^`]+)`\n(.*?)(?=^#|\Z)", FAILURES, re.MULTILINE | re.DOTALL)}
+
+
+def test_every_error_code_has_a_section_and_no_other() -> None:
+    assert sorted(SECTIONS) == sorted(errors.by_code())
+    assert FAILURES.count("\n## ") == len(SECTIONS), "a section twice, or a heading of another form"
+
+
+@pytest.mark.parametrize("code", sorted(errors.by_code()))
+def test_a_section_begins_with_its_exit_code(code: str) -> None:
+    assert SECTIONS[code].strip().startswith(f"Exit {errors.by_code()[code].exit_code}")
+
+
+def test_every_hazard_has_a_section_and_its_way_out() -> None:
+    for kind in {*ERRORS_OF_HAZARDS, *ACCEPTABLE_HAZARDS}:
+        accepted = f"--accept-loss {kind}" in SECTIONS[kind]
+        assert accepted == (kind in ACCEPTABLE_HAZARDS), kind
+
+
+def test_every_command_is_in_the_readme() -> None:
+    rows = set(re.findall(r"^\| `gpuckpt ([a-z-]+)", README, re.MULTILINE))
+    assert rows == set(COMMANDS)
+
+
+def test_every_exit_code_is_in_the_readme() -> None:
+    rows = {int(n) for row in re.findall(r"^\| ([0-9, ]+) \|", README, re.MULTILINE) for n in row.split(",")}
+    assert {0, 1, 2, 3, 4, 5, 6, 124, 130, 143} <= rows
+    assert {cls.exit_code for cls in errors.by_code().values()} <= rows
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_resolve(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (document.parent / name) if name else document
+        assert path.exists(), target
+        if anchor:
+            assert anchor in {_anchor(h) for h in re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)}, target
+
+
+@pytest.mark.parametrize("script", ["readme.py", "pictures.py"])
+def test_figures_are_those_of_the_result_files(script: str) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / script), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_of_a_run_is_of_these_commands_and_says_that_it_is_simulated() -> None:
+    words = re.sub(r"<[^>]+>", "", (ROOT / "docs/img/run.svg").read_text(encoding="utf-8")).replace("&#160;", " ")
+    for word in ("simulated", "gpuckpt ps", "gpuckpt suspend", "gpuckpt resume", "suspended", "running"):
+        assert word in words
+
+
+def test_a_figure_of_another_run_is_noticed(tmp_path: Path) -> None:
+    """The check of the figures can fail."""
+    readme = runpy.run_path(str(ROOT / "benchmarks/readme.py"))
+    cycles = json.loads((ROOT / "benchmarks/results/cycles.json").read_text())
+    for row in cycles["cycles"]:
+        row["suspend_wall_s"] += 1
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "cycles.json").write_text(json.dumps(cycles))
+    readme["filled"].__globals__["RESULTS"] = tmp_path
+    assert readme["filled"]("README.md", README) != README
+
+
+def _anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
