@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuckpt import errors
+from gpuckpt import claims, errors
 from gpuckpt.inspect import processes
 from gpuckpt.journal import Member, Record, no_process, void_words
 from gpuckpt.local import LocalWorld
@@ -53,7 +53,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     wanted = set(procs) if not targets else _reach(targets, procs, records, world.root)
     loaded = world.devices.loaded([p for p in wanted if p in procs and p != world.me.pid])
     contexts = world.devices.contexts(list(loaded))
-    busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and world.claimed(p.id)}
+    busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and claims.taken(f"/proc/{pid}")}
     states = world.states(procs[p].id for p in loaded if procs[p].id not in busy)
 
     rows = []

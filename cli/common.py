@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import click
@@ -63,6 +65,26 @@ def timeout_option(f: F) -> F:
         metavar="DURATION",
         help="Deadline for the whole command; when it passes everything goes back. [default: 60s and 2s for each GiB]",
     )(f)
+
+
+def look_timeout_option(f: F) -> F:
+    return click.option(
+        "--timeout", "timeout_s", type=Duration(), metavar="DURATION", default="30s", show_default=True, help="Give up after this long."
+    )(f)
+
+
+@contextmanager
+def within(timeout_s: float, command: str, as_json: bool) -> Iterator[None]:
+    """End a command that only looks when *timeout_s* has passed, also where a driver library hangs and never comes back to Python."""
+    hint = "the driver does not answer: see what nvidia-smi and dmesg say, or give a longer --timeout"
+    error = errors.Deadline(f"no answer within {timeout_s:g} s; nothing was touched", hint=hint)
+    timer = threading.Timer(timeout_s, fail, (command, as_json, error))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def pids(targets: Sequence[str]) -> list[int]:
