@@ -17,7 +17,7 @@ from pathlib import Path
 from gpuckpt.driver import mappings
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 from gpuckpt.local import LocalWorld
-from gpuckpt.operation import Operation
+from gpuckpt.preview import Preview
 
 n = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
 TREE = """
@@ -44,7 +44,7 @@ with tempfile.TemporaryDirectory() as directory:
     seconds = []
     for _ in range(9):
         with LocalWorld() as world:
-            report = Operation(world, "suspend").preview([pid])
+            report = Preview(world, "suspend").suspend([pid])
             seconds.append(next(s.seconds for s in report.steps if s.name == "inspect"))
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     begun = time.perf_counter()

@@ -41,7 +41,7 @@ def figures() -> str:
     rows = ["| what | suspend | left on the GPU | resume | source |", "|---|---|---|---|---|"]
     torch_runs: list[dict[str, Any]] = []
     notes, cut = [], []
-    for name in ("cycles", "cycles_thp_madvise"):
+    for name in ("cycles", "cycles_thp_always"):
         cycles = result(name)
         if cycles is None:
             continue
@@ -89,7 +89,7 @@ def figures() -> str:
 def machine() -> list[str]:
     """On what it was measured; a line a machine, were there several."""
     seen = {}
-    for name in ("cycles", "cycles_thp_madvise", "vllm_serve", "overhead"):
+    for name in ("cycles", "cycles_thp_always", "vllm_serve", "overhead"):
         if found := result(name):
             m = found["machine"]
             persistence = "on" if m["persistence_mode"] else "off"
@@ -115,7 +115,7 @@ def tested() -> str:
     rows = ["| on a GPU | result |", "|---|---|"]
     for name, what in (
         ("cycles", "a torch process, again and again: same answers, nothing left on the GPU, no growth"),
-        ("cycles_thp_madvise", "the same, with another setting of huge pages"),
+        ("cycles_thp_always", "the same, with another setting of huge pages"),
         ("bad_days", "busy, stopped, managed memory, no room, exported memory, Ctrl-C, kill -9 of the command and of its callers"),
         ("overhead", "the driver's calls and gpuckpt side by side"),
         ("permissions", "who may touch whose process"),

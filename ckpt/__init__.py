@@ -100,10 +100,10 @@ def status(*pids: int) -> Overview:
         return overview(world, pids)
 
 
-def recover() -> list[Report]:
+def recover(*, timeout_s: float | None = None) -> list[Report]:
     """Finish or undo every operation that a crash left in the middle; one report for each, with ``error`` set where that failed."""
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
 
     with LocalWorld() as world, world.interruptible(restore=True):
-        return recover_all(world)
+        return recover_all(world, timeout_s=timeout_s)

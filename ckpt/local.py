@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from gpuckpt import errors, plan
+from gpuckpt import claims, errors, plan
+from gpuckpt.claims import FileClaim
 from gpuckpt.driver.api import OLDEST_CUDA, CallError, Devices
 from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.inspect import hazards, host, processes
@@ -43,19 +42,6 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-@dataclass(slots=True)
-class FileClaim:
-    """Held by ``flock``: on ``/proc/PID`` for a process, on its device node for a GPU. Needs no file of ours, crosses users,
-    and ends with the last process that has the descriptors: ours, and the callers that we started."""
-
-    fds: list[int] = field(default_factory=list)
-
-    def release(self) -> None:
-        for fd in self.fds:
-            os.close(fd)
-        self.fds.clear()
 
 
 class LocalWorld:
@@ -200,7 +186,7 @@ class LocalWorld:
                 processes.uid_of(pid),
                 state,
                 gpus,
-                self.devices.image_bytes(pid) if state is State.CHECKPOINTED else 0,
+                self.image_bytes(id_) if state is State.CHECKPOINTED else 0,
                 procs[pid].stopped,
             )
         return found
@@ -248,6 +234,11 @@ class LocalWorld:
         return self.devices.processes()
 
     def image_bytes(self, process: ProcessId) -> int:
+        """Size of its image: what it held on its GPUs where the journal knows that (the image is 10 MiB larger), else estimated from
+        its mappings, for which the kernel walks every page: 10 ms a GiB."""
+        member = next((m for r in self.journal.records() if (m := r.member(process))), None)
+        if member and member.gpus and all(g.nbytes is not None for g in member.gpus):
+            return sum(g.nbytes or 0 for g in member.gpus)
         return self.devices.image_bytes(process.pid) if processes.is_same(process) else 0
 
     def describe(self, pid: int) -> str:
@@ -287,46 +278,15 @@ class LocalWorld:
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> FileClaim:
         return self._claim({self.devices.gpu_lock_path(g): g.label for g in sorted(gpus, key=lambda g: g.uuid)}, until)
 
-    def claimed(self, process: ProcessId) -> bool:
-        """Whether somebody holds *process*. Asked with a lock that all who ask can have at once: they must not see one another."""
-        try:
-            fd = os.open(f"/proc/{process.pid}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(fd)
-        return False
-
     def _claim(self, names: Mapping[str, str], until: float) -> FileClaim:
-        claim = FileClaim()
         before = len(self._signals)
-        try:
-            for path, name in names.items():
-                try:
-                    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError:
-                    continue  # the process died, or there is no device node here: nothing to hold
-                claim.fds.append(fd)
-                while True:
-                    try:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except BlockingIOError:
-                        self._wait_for(fd, name, until, before)
-        except BaseException:
-            claim.release()
-            raise
-        return claim
+        return claims.take(names, lambda fd, name: self._wait_for(fd, name, until, before))
 
     def _wait_for(self, fd: int, name: str, until: float, signals: int) -> None:
         if len(self._signals) > signals:
             raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[-1])
         if self.now() >= until:
-            holder = _holder(fd)
+            holder = claims.holder(fd)
             if holder is not None and processes.read(holder) is not None:
                 what = f"{self.describe(holder)} is at work on {name}"
             else:
@@ -422,15 +382,3 @@ class LocalWorld:
             )
         tightest = min((r for r, _ in rooms.values()), key=lambda r: r.available_bytes, default=None)
         return needed, tightest, short
-
-
-def _holder(fd: int) -> int | None:
-    """The pid that has *fd*'s file locked, by ``/proc/locks``."""
-    status = os.fstat(fd)
-    key = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if "FLOCK" in words and "->" not in words and key in words:
-                return int(words[words.index(key) - 1])
-    return None

@@ -7,55 +7,36 @@ went wrong. What it promises: every process ends as it was found, or suspended, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from gpuckpt import errors, plan, room
 from gpuckpt.errors import GpuckptError
-from gpuckpt.journal import Member, Record
-from gpuckpt.model import (
-    GpuProcess,
-    GpuReport,
-    Hazard,
-    Inventory,
-    ProcessId,
-    ProcessReport,
-    Report,
-    State,
-    Status,
-)
-from gpuckpt.walk import Failure, Walk
-from gpuckpt.world import Claim
+from gpuckpt.group import Group, as_found, as_member, total_retained
+from gpuckpt.journal import Record
+from gpuckpt.model import GpuReport, Inventory, ProcessId, ProcessReport, Report, State, Status
+from gpuckpt.walk import Failure
+from gpuckpt.words import word
 
 #: How long a roll-back waits for room on its GPUs before it leaves the processes suspended, in seconds.
 UNDO_WAIT_S = 30.0
 #: Bytes that a GPU may differ by NVML's own rounding before they count as retained.
 RETAINED_LEAST_BYTES = 64 << 20
 
-ERRORS_OF_HAZARDS: dict[str, type[GpuckptError]] = {
-    "stopped": errors.Stopped,
-    "possible-import": errors.PossibleImport,
-    "nccl-communicator": errors.NcclCommunicator,
-    "rdma": errors.Rdma,
-    "mps": errors.Mps,
-    "mig": errors.Mig,
-    "host-memory": errors.HostMemory,
-}
 
-
-class Operation(Walk):
+class Operation(Group):
     """One command on one group. An instance is used once."""
 
     # The three commands.
 
     def suspend(self, targets: Sequence[int], *, tree: bool = True) -> Report:
         """Checkpoint the group of *targets*. Raises a :class:`GpuckptError` whose ``report`` tells how each process was left."""
-        with self.holding():
-            inventory = self._inspect(targets, tree)
-            self._refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
+        with self.holding(targets):
+            inventory = self.inspect(targets, tree)
+            self.refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
             self.set_deadline(sum(p.nbytes for p in inventory.processes))
-            inventory, targets = self._claim_group(inventory, targets, tree)
-            if all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self._left_in_the_middle(inventory):
+            inventory, targets = self.claim_group(inventory, targets, tree)
+            if all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self.left_in_the_middle(inventory):
                 return self._already(inventory)
             self.refuse(inventory)
             self.world.journal.prepare()
@@ -77,16 +58,16 @@ class Operation(Walk):
 
         *wished* maps GPUs (old UUID to new), *to_gpu* names one GPU for a group that was on one.
         """
-        with self.holding():
+        with self.holding(targets):
             with self.step("inspect"):
-                record, inventory = self._group_to_resume(targets)
+                record, inventory = self.group_to_resume(targets)
             while record is not None:
-                self._refuse_stopped(record.members)
+                self.refuse_stopped(record.members)
                 self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
                 self.check_interruption()
-                self.claims.append(self._claim(m.id for m in record.members))
-                before, (record, inventory) = record, self._group_to_resume(targets)
-                if record is not None and self._timeless(record) == self._timeless(before):
+                self.claims.append(self.claim(m.id for m in record.members))
+                before, (record, inventory) = record, self.group_to_resume(targets)
+                if record is not None and self.timeless(record) == self.timeless(before):
                     break
                 self.release()  # another command was at it while we waited
                 self.check_deadline("inspect")
@@ -94,7 +75,7 @@ class Operation(Walk):
                 return self._already(inventory)
             self.record = record
             self.look()
-            self._refuse_unanswered()
+            self.refuse_unanswered()
             self.world.journal.prepare()
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
             if any(s is State.CHECKPOINTED for s in self.now.values()):
@@ -108,15 +89,15 @@ class Operation(Walk):
 
     def recover(self, record: Record) -> Report | None:
         """Finish or undo the operation that *record* tells of; None if another command did so meanwhile."""
-        with self.holding():
+        with self.holding([m.id.pid for m in record.members]):
             self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
-            self.claims.append(self._claim((m.id for m in record.members), until=self.world.now()))
+            self.claims.append(self.claim((m.id for m in record.members), until=self.world.now()))
             self.record = next((r for r in self.world.journal.records() if r.id == record.id), None)
-            if self.record is None or self._timeless(self.record) != self._timeless(record):
+            if self.record is None or self.timeless(self.record) != self.timeless(record):
                 return None
             self.look()
             goal = plan.recovery_goal(record.status, record.found, self.now)
-            self._refuse_unanswered()
+            self.refuse_unanswered()
             reachable, blocked = self._with_room(goal, wait_s=0.0)
             failures = self.walk(reachable)
             if blocked is not None and not failures:
@@ -124,198 +105,6 @@ class Operation(Walk):
                     errors.NotAsFound(blocked.message, hint="when there is room: gpuckpt recover", gpu=blocked.gpu, step="room"), goal
                 )
             return self._settle(failures, goal)
-
-    def preview(self, targets: Sequence[int], *, tree: bool = True) -> Report:
-        """What :meth:`suspend` would do; ``details["plan"]`` has it. Touches nothing."""
-        inventory = self._inspect(targets, tree)
-        self.set_deadline(sum(p.nbytes for p in inventory.processes))
-        now = {p.id: p.state for p in inventory.processes}
-        try:
-            self.refuse(inventory)
-            refused = None
-        except GpuckptError as e:
-            refused = e.as_dict()
-        self.now = now
-        available = inventory.host_room.available_bytes if inventory.host_room else None
-        return self._previewed(
-            plan.phases(now, dict.fromkeys(now, State.CHECKPOINTED)),
-            inventory.processes,
-            refused=refused,
-            timeout_seconds=self.deadline - self._begun,
-            host_bytes_needed=inventory.needed_host_bytes,
-            host_bytes_available=available,
-            host_limit=inventory.host_room.limit if inventory.host_room else "",
-        )
-
-    def preview_resume(self, targets: Sequence[int], *, wished: Mapping[str, str] | None = None, to_gpu: str = "") -> Report:
-        """What :meth:`resume` would do, and whether there is room for it now. Touches nothing."""
-        record, inventory = self._group_to_resume(targets)
-        if record is None:
-            return self._previewed((), inventory.processes, refused=None, gpu_bytes_needed={}, gpu_bytes_free={}, gpu_map={})
-        self.record = record
-        self.look()
-        gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
-        need = room.need(self, gpu_map)
-        short = room.shortages(self, need, gpu_map)
-        found = [p for p in self._report(ok=True).processes if p.state != "gone"]
-        report = self._previewed(
-            plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING)),
-            (),
-            refused=room.no_room(self, short[0]).as_dict() if short else None,
-            gpu_bytes_needed=need,
-            gpu_bytes_free={g.uuid: g.free_bytes for g in self.world.gpus()},
-            gpu_map=gpu_map,
-        )
-        return dataclasses.replace(report, processes=tuple(found))
-
-    def _previewed(self, phases: Sequence[plan.Phase], processes: Iterable[GpuProcess], **more: object) -> Report:
-        steps = [{"name": str(p.call), "pids": [i.pid for i in p.processes]} for p in phases]
-        rows = tuple(
-            ProcessReport(p.pid, p.name, _word(p.state), tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus), p.host_bytes)
-            for p in processes
-        )
-        return Report(
-            self.command,
-            True,
-            self.world.simulated,
-            rows,
-            self.seconds(),
-            tuple(self.steps),
-            hazards=self.hazards,
-            warnings=tuple(self.warnings),
-            details={"dry_run": True, "plan": {"steps": steps, **more}},
-        )
-
-    def refuse(self, inventory: Inventory) -> None:
-        """Raise for the first reason not to suspend *inventory*; nothing has been touched."""
-        for p in inventory.processes:
-            if p.state is State.FAILED:
-                raise errors.Lost(
-                    f"pid {p.pid} ({p.name}): the driver says that its GPU state failed; it cannot be suspended or restored",
-                    hint=f"end it: kill {p.pid}",
-                    pid=p.pid,
-                )
-            if p.state is State.DENIED:
-                raise errors.PermissionDenied(
-                    f"the driver does not let us touch pid {p.pid} ({p.name})",
-                    hint="run it as its owner or as root, with CAP_SYS_PTRACE in a container (gpuckpt doctor explains)",
-                    pid=p.pid,
-                )
-        self._refuse_hazards(inventory.hazards)
-        for p in inventory.processes:
-            if p.state not in plan.DEPTH:
-                raise errors.Busy(
-                    f"the driver does not answer for pid {p.pid} ({p.name}, state {p.state}): a call on it is under way",
-                    hint="try again when it has ended; gpuckpt status tells",
-                    pid=p.pid,
-                )
-
-    def _refuse_hazards(self, hazards: Iterable[Hazard]) -> None:
-        for hazard in hazards:
-            if not (hazard.acceptable and hazard.kind in self.accept):
-                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
-
-    # Finding the group.
-
-    def _inspect(self, targets: Sequence[int], tree: bool) -> Inventory:
-        with self.step("inspect"):
-            inventory = self._inspected(targets, tree=tree)
-        self.hazards = inventory.hazards
-        return inventory
-
-    def _inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
-        inventory = self.world.inspect(targets, tree=tree)
-        self.warnings += [w for w in inventory.warnings if w not in self.warnings]
-        return inventory
-
-    def _claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
-        """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
-        while True:
-            self.check_interruption()
-            self.claims.append(self._claim(p.id for p in inventory.processes))
-            states = self.world.states(p.id for p in inventory.processes)
-            together = self._suspended_with(states)
-            if not together and all(states[p.id] is p.state for p in inventory.processes):
-                return inventory, targets
-            self.release()
-            self.check_deadline("inspect")
-            targets = [*targets, *together]
-            inventory = self._inspect(targets, tree)
-
-    def _suspended_with(self, group: Collection[ProcessId]) -> list[int]:
-        """Living processes outside of *group* that share a record with one of it. Raises if that record was left in the middle."""
-        together: list[int] = []
-        for record in self.world.journal.records():
-            outside = [m.id.pid for m in record.members if m.id not in group and self._is(m)]
-            if any(m.id in group for m in record.members):
-                if outside and record.status is not Status.SUSPENDED:
-                    raise errors.Refused(
-                        f"pid {outside[0]} is part of the same group, which was left in the middle ({record.status}); nothing was touched",
-                        hint="gpuckpt recover",
-                        pid=outside[0],
-                    )
-                together += outside
-        return together
-
-    def _claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
-        return self.world.claim(sorted(processes), self.deadline if until is None else until)
-
-    def _group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, Inventory]:
-        """The journal's group where it knows one, else what the driver says of the targets' group."""
-        records = [r for r in self.world.journal.records() if any(self._is(m) for m in r.members)]
-        named = [m for r in records for m in r.members if m.id.pid in targets and not self._number_taken(m)]
-        known = [r for r in records if any(m in named for m in r.members)]
-        rest = [t for t in targets if not any(m.id.pid == t for m in named)]
-        inventory = Inventory((), self.world.gpus())
-        found: dict[ProcessId, Member] = {}
-        if rest:
-            inventory = self._inspected(rest)
-            for p in inventory.processes:
-                if p.state in (State.CHECKPOINTED, State.LOCKED):
-                    found[p.id] = _member(p)
-                elif p.state is State.FAILED:
-                    raise errors.Lost(
-                        f"pid {p.pid} ({p.name}): the driver says that its GPU state failed; no restore can succeed",
-                        hint=f"end it: kill {p.pid}",
-                        pid=p.pid,
-                    )
-                elif p.state is not State.RUNNING:
-                    self.refuse(inventory)
-            known += [r for r in records if r not in known and any(m.id in found for m in r.members)]
-        members = {**found, **{m.id: m for r in known for m in r.members}}
-        if not members:
-            return None, inventory
-        first = known[0] if known else Record(Status.SUSPENDED, (), inventory.gpus, by="another tool")
-        gpus = {g.uuid: g for r in (first, *known) for g in r.gpus}
-        retained = _sum(r.retained for r in known)
-        return dataclasses.replace(
-            first,
-            members=tuple(members[p] for p in sorted(members)),
-            gpus=tuple(gpus.values()),
-            retained=retained,
-            replaces=tuple(dict.fromkeys(i for r in known for i in (*r.replaces, r.id) if i != first.id)),
-        ), inventory
-
-    def _is(self, member: Member) -> bool:
-        return self.world.states([member.id])[member.id] is not State.GONE
-
-    def _number_taken(self, member: Member) -> bool:
-        """Whether another CUDA process has the pid of *member*, who ended."""
-        if self._is(member):
-            return False
-        try:
-            return any(p.pid == member.id.pid for p in self.world.inspect([member.id.pid], tree=False).processes)
-        except (errors.NoSuchProcess, errors.NoCudaState, errors.Usage):
-            return False
-
-    @staticmethod
-    def _timeless(record: Record) -> object:
-        return (record.status, record.members, record.replaces)
-
-    def _left_in_the_middle(self, inventory: Inventory) -> bool:
-        """Whether a record says of one of these that it is on its way, though nobody is at work on it."""
-        ids = {p.id for p in inventory.processes}
-        return any(r.status is not Status.SUSPENDED and any(m.id in ids for m in r.members) for r in self.world.journal.records())
 
     # On the way.
 
@@ -328,15 +117,17 @@ class Operation(Walk):
         recorded = {m.id: m for r in older for m in r.members}
         members = []
         for p in inventory.processes:
-            before = recorded.get(p.id, _member(p))
-            members.append(dataclasses.replace(_member(p), found=belongs.get(p.id, p.state), gpus=p.gpus or before.gpus, lost=before.lost))
+            before = recorded.get(p.id, as_member(p))
+            members.append(
+                dataclasses.replace(as_member(p), found=belongs.get(p.id, p.state), gpus=p.gpus or before.gpus, lost=before.lost)
+            )
         on = {g.uuid for m in members for g in m.gpus}
         gpus = {g.uuid: g for g in (*(g for r in older for g in r.gpus), *inventory.gpus)}
         self.record = Record(
             Status.SUSPENDING,
             tuple(members),
             tuple(g for uuid, g in gpus.items() if uuid in on),
-            retained=_sum(r.retained for r in older),
+            retained=total_retained(r.retained for r in older),
             by=self.world.user,
             controller=self.world.me,
             replaces=tuple(i for r in older for i in (*r.replaces, r.id)),
@@ -490,15 +281,11 @@ class Operation(Walk):
 
     def _already(self, inventory: Inventory) -> Report:
         self.now = self.now or {p.id: p.state for p in inventory.processes}
-        processes = tuple(
-            ProcessReport(p.pid, p.name, _word(p.state), tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus), p.host_bytes)
-            for p in inventory.processes
-        )
         report = Report(
             self.command,
             True,
             self.world.simulated,
-            processes,
+            tuple(as_found(inventory)),
             self.seconds(),
             tuple(self.steps),
             warnings=tuple(self.warnings),
@@ -518,14 +305,14 @@ class Operation(Walk):
         rows, retained = [], dict(self.record.retained)
         for m in self.record.members:
             state = self.now.get(m.id, State.GONE)
-            word = "lost" if m.lost and state is not State.GONE else _word(state)
+            called = "lost" if m.lost and state is not State.GONE else word(state)
             here = held.get(m.id.pid, {}) if state is not State.GONE else {}
             gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus}
             for uuid, nbytes in here.items():
                 gpus[uuid] = GpuReport(uuid, gpus[uuid].bytes_before if uuid in gpus else 0, nbytes)
             image = self.world.image_bytes(m.id) if state is State.CHECKPOINTED else 0
             kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if state is State.CHECKPOINTED else 0
-            rows.append(ProcessReport(m.id.pid, m.name, word, tuple(gpus.values()), image, kept, m.lost or m.waiting))
+            rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), image, kept, m.lost or m.waiting))
         return Report(
             self.command,
             ok,
@@ -539,56 +326,4 @@ class Operation(Walk):
         )
 
     def _close(self, outcome: str) -> None:
-        self.world.journal.audit(
-            command=self.command,
-            by=self.world.user,
-            pids=[p.pid for p in self.now],
-            outcome=outcome,
-            seconds=round(self.seconds(), 3),
-            states={str(p): s for p, s in self.now.items()},
-        )
-
-    # Small things.
-
-    def _refuse_stopped(self, members: Iterable[Member]) -> None:
-        for m in members:
-            if self.world.stopped(m.id):
-                raise errors.Stopped(
-                    f"{self.world.describe(m.id.pid)} is stopped; every driver call on it would hang",
-                    hint=f"kill -CONT {m.id}",
-                    pid=m.id.pid,
-                )
-
-    def _refuse_unanswered(self) -> None:
-        """Before a resume acts: every process must answer, and none may be stopped."""
-        assert self.record is not None
-        self._refuse_stopped(m for m in self.record.members if self.now[m.id] is State.BLOCKED)
-        for m in self.record.members:
-            if self.now[m.id] is State.FAILED and not m.lost:
-                self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
-            elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:
-                raise errors.InFlight(
-                    f"the driver does not answer for {self.world.describe(m.id.pid)} (state {self.now[m.id]}"
-                    f"{', ' + m.waiting if m.waiting else ''}): a call on it is under way",
-                    hint="when it has ended: gpuckpt recover",
-                    pid=m.id.pid,
-                )
-
-
-def _sum(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Retained bytes by GPU, of several records together."""
-    total: dict[str, int] = {}
-    for record in retained:
-        for uuid, nbytes in record.items():
-            total[uuid] = total.get(uuid, 0) + nbytes
-    return total
-
-
-def _member(p: GpuProcess) -> Member:
-    return Member(p.id, p.name, p.uid, p.state, p.gpus)
-
-
-def _word(state: State) -> str:
-    """The word that people see for a driver state."""
-    words = {State.CHECKPOINTED: "suspended", State.BLOCKED: "in-flight", State.FAILED: "lost"}
-    return words.get(state, str(state))
+        self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuckpt import errors
+from gpuckpt import claims, errors
 from gpuckpt.inspect import processes
 from gpuckpt.journal import Member, Record, no_process, void_words
 from gpuckpt.local import LocalWorld
@@ -53,7 +53,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     wanted = set(procs) if not targets else _reach(targets, procs, records, world.root)
     loaded = world.devices.loaded([p for p in wanted if p in procs and p != world.me.pid])
     contexts = world.devices.contexts(list(loaded))
-    busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and world.claimed(p.id)}
+    busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and claims.taken(f"/proc/{pid}")}
     states = world.states(procs[p].id for p in loaded if procs[p].id not in busy)
 
     rows = []
@@ -73,7 +73,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
                 processes.user_name(processes.uid_of(pid)),
                 word,
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
-                world.devices.image_bytes(pid) if word == "suspended" else 0,
+                world.image_bytes(proc.id) if word == "suspended" else 0,
                 record.since if record and word == "suspended" else None,
                 record.by if record else "",
                 record.id if record else "",

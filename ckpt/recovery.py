@@ -27,11 +27,11 @@ def unfinished(world: World) -> list[Record]:
     return found
 
 
-def recover_all(world: World, tell: Callable[[Progress], None] | None = None) -> list[Report]:
+def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[[Progress], None] | None = None) -> list[Report]:
     """One report for each unfinished operation. ``details["recovered"]`` says what was done in words."""
     reports = []
     for record in unfinished(world):
-        operation = Operation(world, "recover", tell=tell)
+        operation = Operation(world, "recover", timeout_s=timeout_s, tell=tell)
         try:
             report = operation.recover(record)
         except errors.Busy as e:

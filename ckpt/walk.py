@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -298,16 +298,25 @@ class Walk:
             self.steps.append(Step(str(name), round(self.world.now() - begun, 4)))
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
+    def holding(self, targets: Sequence[int]) -> Iterator[None]:
         """Locks that nobody came to want are undone and claims given back at the end, however it comes: we may be part of a program
         that lives on, and the next group's restore waits for the same GPU."""
         try:
             yield
+        except GpuckptError as e:
+            if e.report is None:  # refused before it began: what began has its own line
+                self.audit(targets, e.code)
+            raise
         finally:
             for guard in self.guards.values():
                 guard.release()
             self.guards.clear()
             self.release()
+
+    def audit(self, pids: Sequence[int], outcome: str, **more: Any) -> None:
+        self.world.journal.audit(
+            command=self.command, by=self.world.user, pids=list(pids), outcome=outcome, seconds=round(self.seconds(), 3), **more
+        )
 
     def release(self) -> None:
         for claim in reversed(self.claims):

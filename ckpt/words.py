@@ -1,6 +1,8 @@
-"""Figures as people read them."""
+"""Figures and states as people read them."""
 
 from __future__ import annotations
+
+from gpuckpt.model import State
 
 
 def size(nbytes: int | None) -> str:
@@ -19,3 +21,9 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def word(state: State) -> str:
+    """The word that people see for a driver state."""
+    words = {State.CHECKPOINTED: "suspended", State.BLOCKED: "in-flight", State.FAILED: "lost"}
+    return words.get(state, str(state))

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from gpuckpt import errors
-from gpuckpt.cli.common import execute, json_option
+from gpuckpt.cli.common import execute, json_option, timeout_option
 from gpuckpt.model import Report
 from gpuckpt.words import size
 
@@ -24,8 +24,9 @@ from gpuckpt.words import size
 @click.command()
 @click.option("--simulate", is_flag=True, help="On simulated GPUs, also where there is a real one.")
 @click.option("--gib", type=click.FloatRange(0.1, 64), default=4.0, show_default=True, help="GPU memory that the target holds.")
+@timeout_option
 @json_option
-def demo(simulate: bool, gib: float, as_json: bool) -> None:
+def demo(simulate: bool, gib: float, timeout_s: float | None, as_json: bool) -> None:
     """Half a minute that shows it all: starts a small program on the GPU, suspends it, shows the GPU free, resumes it, and checks
     that it computes the same. Without a GPU it runs on simulated ones, and says so.
 
@@ -34,10 +35,10 @@ def demo(simulate: bool, gib: float, as_json: bool) -> None:
       gpuckpt demo
       gpuckpt demo --simulate --json
     """
-    execute("demo", as_json, lambda: play(simulate, gib, (lambda _: None) if as_json else click.echo), lambda _: None)
+    execute("demo", as_json, lambda: play(simulate, gib, timeout_s, (lambda _: None) if as_json else click.echo), lambda _: None)
 
 
-def play(simulate: bool, gib: float, say: Any) -> Report:
+def play(simulate: bool, gib: float, timeout_s: float | None, say: Any) -> Report:
     """The demo; its report's ``details`` has what was seen at each step. Raises if anything is not as it should be."""
     begun = time.monotonic()
     with _stage(simulate, say) as simulated, _target(simulated, gib) as target:
@@ -51,11 +52,12 @@ def play(simulate: bool, gib: float, say: Any) -> Report:
         first, before = target.ask("check"), used()
         say(f"a program runs on the GPU: pid {target.pid} holds {size(before)}, its data sums to {first['sum'][:12]}")
         say(f"$ gpuckpt suspend {target.pid}")
-        down = suspend(target.pid)
+        # Of this program we know that it shares no memory with whatever else our parents started.
+        down = suspend(target.pid, timeout_s=timeout_s, tree=False, accept_loss=["possible-import"])
         during, image = used(), sum(p.host_bytes for p in down.processes)
         say(f"  suspended in {down.seconds:.1f} s: it holds {size(during)} on the GPU, {size(image)} in host memory, and is alive")
         say(f"$ gpuckpt resume {target.pid}")
-        up = resume(target.pid, wait_s=30.0)
+        up = resume(target.pid, timeout_s=timeout_s, wait_s=30.0)
         second, after = target.ask("check"), used()
         same = first["sum"] == second["sum"]
         say(f"  resumed in {up.seconds:.1f} s: it holds {size(after)} again, and its data sums to {second['sum'][:12]}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpuckpt import doctor as examination
-from gpuckpt.cli.common import print_json
+from gpuckpt.cli.common import look_timeout_option, print_json, within
 from gpuckpt.errors import NoDriver, Refused
 from gpuckpt.model import Report
 
@@ -36,13 +36,16 @@ Exit status: 0 if there is no problem (warnings may be there), 6 if there is one
 """,
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table (default: the table).")
-def doctor(as_json: bool) -> None:
+@look_timeout_option
+def doctor(as_json: bool, timeout_s: float) -> None:
     """Say whether GPU processes can be suspended on this machine.
 
     Looks at the driver, the GPUs, permissions, containers and host memory, and changes nothing. Takes about a second:
     the speed of huge pages is measured with 256 MiB of host memory. NO_COLOR is obeyed.
     """
-    sys.exit(run(_devices, as_json=as_json))
+    with within(timeout_s, "doctor", as_json):
+        status = run(_devices, as_json=as_json)
+    sys.exit(status)
 
 
 def run(

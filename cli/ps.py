@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, print_json, warn
+from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, look_timeout_option, print_json, warn, within
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Gpu, Report
 from gpuckpt.words import duration, size
@@ -26,8 +26,9 @@ COLOURS = {"running": "green", "suspended": "cyan", "lost": "red", "in-flight": 
 @click.command()
 @click.option("--watch", is_flag=True, help="Show it again every --interval until Ctrl-C; with --json, a document a line.")
 @click.option("--interval", "interval_s", type=Duration(), default="2s", show_default=True, help="With --watch.")
+@look_timeout_option
 @json_option
-def ps(watch: bool, interval_s: float, as_json: bool) -> None:
+def ps(watch: bool, interval_s: float, timeout_s: float, as_json: bool) -> None:
     """Every process on the GPUs, or suspended: pid, name, state, bytes per GPU, bytes in host memory, since when, by whom.
 
     A process that the driver knows and this machine's /proc does not (another container's) is shown as foreign.
@@ -39,17 +40,17 @@ def ps(watch: bool, interval_s: float, as_json: bool) -> None:
       gpuckpt ps --json
     """
     if watch:
-        _watch(interval_s, as_json)
-    execute("ps", as_json, lambda: as_report("ps", ()), show)
+        _watch(interval_s, timeout_s, as_json)
+    execute("ps", as_json, lambda: as_report("ps", (), timeout_s, as_json), show)
 
 
-def as_report(command: str, pids: tuple[int, ...]) -> Report:
+def as_report(command: str, pids: tuple[int, ...], timeout_s: float, as_json: bool) -> Report:
     """The overview as a report: ``details`` has its GPUs and rows."""
     from gpuckpt.local import LocalWorld
     from gpuckpt.overview import overview
 
     begun = time.monotonic()
-    with LocalWorld() as world:
+    with LocalWorld() as world, within(timeout_s, command, as_json):
         seen = overview(world, pids)
         simulated = world.simulated
     return Report(
@@ -123,7 +124,7 @@ def picture(seen: Overview, *, simulated: bool) -> Group:
     return Group(gpus, "", table if seen.rows else nothing)
 
 
-def _watch(interval_s: float, as_json: bool) -> NoReturn:
+def _watch(interval_s: float, timeout_s: float, as_json: bool) -> NoReturn:
     """Until Ctrl-C: in place on a terminal, one after the other elsewhere."""
     from rich.console import Console
     from rich.live import Live
@@ -132,7 +133,7 @@ def _watch(interval_s: float, as_json: bool) -> NoReturn:
     try:
         with in_place or contextlib.nullcontext():
             while True:
-                report = as_report("ps", ())
+                report = as_report("ps", (), timeout_s, as_json)
                 if as_json:
                     print_json(report)
                 else:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import click
 
-from gpuckpt.cli.common import finish, json_option, print_json, warn
+from gpuckpt.cli.common import fail, finish, json_option, print_json, timeout_option, warn
 from gpuckpt.model import Report
 
 
 @click.command()
+@timeout_option
 @json_option
-def recover(as_json: bool) -> None:
+def recover(timeout_s: float | None, as_json: bool) -> None:
     """After a crash of gpuckpt or of its shell: finish or undo every operation that was left in the middle.
 
     Reads the journal and asks the driver. A suspend that had reached every process is finished, any other is undone; a resume that
@@ -32,10 +31,8 @@ def recover(as_json: bool) -> None:
         with LocalWorld() as world, world.interruptible():
             void = [void_words(r) for r in world.journal.void()]
             unreadable = world.journal.unreadable()
-            reports = recover_all(world)
+            reports = recover_all(world, timeout_s=timeout_s)
     except errors.GpuckptError as e:
-        from gpuckpt.cli.common import fail
-
         fail("recover", as_json, e)
     failed = [r for r in reports if not r.ok]
     if as_json:
@@ -50,7 +47,7 @@ def recover(as_json: bool) -> None:
             error=failed[0].error if failed else None,
             details={"recovered": [r.details["recovered"] for r in reports]},
         )
-        print_json(dataclasses.replace(whole))
+        print_json(whole)
     else:
         for text in (*void, *unreadable):
             warn(text)

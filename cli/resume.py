@@ -42,12 +42,12 @@ def resume(
     def body() -> Report:
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
+        from gpuckpt.preview import Preview
 
         wished, to_gpu = _wished(gpus)
         with LocalWorld(command="resume") as world, world.interruptible(), Bar(as_json) as bar:
-            operation = Operation(world, "resume", timeout_s=timeout_s, tell=bar.tell)
-            if dry_run:
-                return operation.preview_resume(pids(targets), wished=wished, to_gpu=to_gpu)
+            kind = Preview if dry_run else Operation
+            operation = kind(world, "resume", timeout_s=timeout_s, tell=bar.tell)
             return operation.resume(pids(targets), wished=wished, to_gpu=to_gpu, wait_s=wait_s or 0.0)
 
     execute("resume", as_json, body, show_plan if dry_run else show)

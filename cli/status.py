@@ -6,7 +6,7 @@ import time
 
 import click
 
-from gpuckpt.cli.common import execute, fail, finish, json_option, pids, print_json
+from gpuckpt.cli.common import execute, fail, finish, json_option, look_timeout_option, pids, print_json
 from gpuckpt.cli.ps import as_report
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
@@ -15,8 +15,9 @@ from gpuckpt.words import duration, size
 
 @click.command()
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
+@look_timeout_option
 @json_option
-def status(targets: tuple[str, ...], as_json: bool) -> None:
+def status(targets: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
     """How TARGETs and all that belongs to them are; without TARGET, every process on the GPUs or suspended.
 
     Answers at once also while an operation is under way, from the journal: the driver would make it wait.
@@ -26,7 +27,7 @@ def status(targets: tuple[str, ...], as_json: bool) -> None:
       gpuckpt status
       gpuckpt status 4242 --json
     """
-    execute("status", as_json, lambda: as_report("status", tuple(pids(targets))), show)
+    execute("status", as_json, lambda: as_report("status", tuple(pids(targets)), timeout_s, as_json), show)
 
 
 def show(report: Report) -> None:
@@ -43,8 +44,9 @@ def show(report: Report) -> None:
 
 @click.command("is-suspended")
 @click.argument("target", metavar="TARGET")
+@look_timeout_option
 @json_option
-def is_suspended(target: str, as_json: bool) -> None:
+def is_suspended(target: str, timeout_s: float, as_json: bool) -> None:
     """Exit 0 if TARGET and all that belongs to it is suspended, 1 if not. Prints nothing but with --json.
 
     \b
@@ -52,7 +54,7 @@ def is_suspended(target: str, as_json: bool) -> None:
       gpuckpt is-suspended 4242 && echo the GPU is free
     """
     try:
-        report = as_report("is-suspended", tuple(pids([target])))
+        report = as_report("is-suspended", tuple(pids([target])), timeout_s, as_json)
     except GpuckptError as e:
         fail("is-suspended", as_json, e)
     rows = [r for r in report.details["_overview"].rows if r.state != "gone"]

@@ -41,11 +41,11 @@ def suspend(
     def body() -> Report:
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
+        from gpuckpt.preview import Preview
 
         with LocalWorld() as world, world.interruptible(), Bar(as_json) as bar:
-            operation = Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=bar.tell)
-            if dry_run:
-                return operation.preview(pids(targets), tree=not no_tree)
+            kind = Preview if dry_run else Operation
+            operation = kind(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=bar.tell)
             return operation.suspend(pids(targets), tree=not no_tree)
 
     execute("suspend", as_json, body, show_plan if dry_run else show)

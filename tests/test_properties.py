@@ -6,6 +6,8 @@ The real plan, walk, operation, recovery and record types, against a machine in 
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, currently_in_test_context, given, settings
 from hypothesis import note as hypothesis_note
@@ -36,6 +38,7 @@ def check(schedule: Schedule) -> None:
         resuming = {m.id.pid for r in machine.counting() if r.status is Status.RESUMING for m in r.members}
         played = player.play(step)
         note(f"{step.command}: exit {played.code}, {played.error!r}, {played.after}, {[described(r) for r in machine.counting()]}")
+        check_lost(player, played)
         check_exit(played, {**belongs, **dict.fromkeys(resuming, State.RUNNING)})
         named.update(played.words)
     machine.run(float("inf"))
@@ -53,6 +56,15 @@ def check(schedule: Schedule) -> None:
     check_restorable(player)
     assert not machine.wrongs, machine.wrongs
     assert not machine.claims
+
+
+def check_lost(player: Player, played: Played) -> None:
+    """Nobody is called lost who could come back: the advice for the lost is to kill them."""
+    known = player.machine.rules.processes
+    called = {pid for pid, word in played.words.items() if word == "lost"}
+    if isinstance(played.error, errors.Lost) and played.error.pid is not None:
+        called.add(played.error.pid)
+    assert all(known[pid].lost for pid in called if pid in known), f"called lost, and is not: {called}"
 
 
 def check_exit(played: Played, belongs: dict[int, State]) -> None:
@@ -191,6 +203,14 @@ def test_examples(schedule: Schedule) -> None:
     check(schedule)
 
 
+def test_one_born_while_the_others_are_locked_ends_it() -> None:
+    player = Player.of(Schedule(PAIR, ()))
+    played = player.play(Step("suspend", events=(Event(0, "born", after_s=0.005),)))
+    assert isinstance(played.error, errors.Aborted)
+    assert set(played.after.values()) == {RUNNING}
+    assert not player.machine.records
+
+
 def test_way_back_waits_for_room_after_one_interruption() -> None:
     """Somebody takes the room just when Ctrl-C asks for the way back, and gives it back a little later."""
     events = (Event(0, "interrupt", after_s=1.0), Event(0, "take", after_s=2.0), Event(0, "free", after_s=7.0))
@@ -206,16 +226,18 @@ def test_way_back_waits_for_room_after_one_interruption() -> None:
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.5])
 @pytest.mark.parametrize("found", [(RUNNING, RUNNING), (RUNNING, CHECKPOINTED), (LOCKED, RUNNING)])
 def test_killed_at_every_point(what: str, after_s: float, found: tuple[State, State]) -> None:
-    """kill -9 between any two steps of a suspend, and of the resume that follows one."""
+    """kill -9 between any two steps of a suspend, of the resume that follows, and of a suspend that takes over from an earlier one."""
     processes = (Proc(found=found[0]), Proc(gpus=(0, 1), found=found[1]))
+    suspend, again = Step("suspend"), Step("suspend", events=(Event(0, "born"),))
     killed = 0
-    for before, command in (((), "suspend"), ((Step("suspend"),), "resume")):
+    for steps in ((suspend,), (suspend, Step("resume")), (suspend, again)):
         player = Player.of(Schedule(processes, ()))
-        points = [player.play(step).points for step in (*before, Step(command))][-1]
+        points = [player.play(step).points for step in steps][-1]
         for point in range(points):
-            check(Schedule(processes, (*before, Step(command, events=(Event(point, what, after_s=after_s),)))))
+            last = dataclasses.replace(steps[-1], events=(*steps[-1].events, Event(point, what, after_s=after_s)))
+            check(Schedule(processes, (*steps[:-1], last)))
             killed += 1
-    assert killed > 40
+    assert killed > 60
 
 
 def run(count: int, commands: str, longest: int) -> None:

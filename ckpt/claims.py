@@ -1,0 +1,74 @@
+"""Exclusive holds on processes and GPUs, by ``flock``: they need no file of ours, cross users, and end with their last holder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class FileClaim:
+    """Held on ``/proc/PID`` for a process, on its device node for a GPU. It ends when all who have the descriptors have closed
+    them: we, and the callers that we started."""
+
+    fds: list[int] = field(default_factory=list)
+
+    def release(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+
+def take(names: Mapping[str, str], wait: Callable[[int, str], None]) -> FileClaim:
+    """Lock every path of *names* (path -> what to call it) in this order. While one is taken *wait* is called with its descriptor
+    and name, again and again; what *wait* raises ends it, with nothing held. A path that is not there needs no hold."""
+    claim = FileClaim()
+    try:
+        for path, name in names.items():
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                continue  # the process died, or there is no device node here
+            claim.fds.append(fd)
+            while not _locked(fd, fcntl.LOCK_EX):
+                wait(fd, name)
+    except BaseException:
+        claim.release()
+        raise
+    return claim
+
+
+def taken(path: str) -> bool:
+    """Whether somebody holds *path*. Asked with a lock that all who ask can have at once: they must not see one another."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _locked(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def holder(fd: int) -> int | None:
+    """The pid that took the lock on *fd*'s file, by ``/proc/locks``; it may have ended, and a caller of its hold on."""
+    status = os.fstat(fd)
+    key = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if "FLOCK" in words and "->" not in words and key in words:
+                return int(words[words.index(key) - 1])
+    return None
+
+
+def _locked(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

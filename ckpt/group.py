@@ -1,0 +1,202 @@
+"""The group of an operation: which processes it is about, and whether it may begin. Looks and refuses, changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from gpuckpt import errors, plan
+from gpuckpt.errors import GpuckptError
+from gpuckpt.journal import Member, Record
+from gpuckpt.model import GpuProcess, GpuReport, Hazard, Inventory, ProcessId, ProcessReport, State, Status
+from gpuckpt.walk import Walk
+from gpuckpt.words import word
+from gpuckpt.world import Claim
+
+ERRORS_OF_HAZARDS: dict[str, type[GpuckptError]] = {
+    "stopped": errors.Stopped,
+    "possible-import": errors.PossibleImport,
+    "nccl-communicator": errors.NcclCommunicator,
+    "rdma": errors.Rdma,
+    "mps": errors.Mps,
+    "mig": errors.Mig,
+    "host-memory": errors.HostMemory,
+}
+
+
+class Group(Walk):
+    """What an operation does before it acts."""
+
+    def refuse(self, inventory: Inventory) -> None:
+        """Raise for the first reason not to suspend *inventory*; nothing has been touched."""
+        for p in inventory.processes:
+            if p.state is State.FAILED:
+                raise errors.Lost(
+                    f"pid {p.pid} ({p.name}): the driver says that its GPU state failed; it cannot be suspended or restored",
+                    hint=f"end it: kill {p.pid}",
+                    pid=p.pid,
+                )
+            if p.state is State.DENIED:
+                raise errors.PermissionDenied(
+                    f"the driver does not let us touch pid {p.pid} ({p.name})",
+                    hint="run it as its owner or as root, with CAP_SYS_PTRACE in a container (gpuckpt doctor explains)",
+                    pid=p.pid,
+                )
+        self.refuse_hazards(inventory.hazards)
+        for p in inventory.processes:
+            if p.state not in plan.DEPTH:
+                raise errors.Busy(
+                    f"the driver does not answer for pid {p.pid} ({p.name}, state {p.state}): a call on it is under way",
+                    hint="try again when it has ended; gpuckpt status tells",
+                    pid=p.pid,
+                )
+
+    def refuse_hazards(self, hazards: Iterable[Hazard]) -> None:
+        for hazard in hazards:
+            if not (hazard.acceptable and hazard.kind in self.accept):
+                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
+
+    def refuse_stopped(self, members: Iterable[Member]) -> None:
+        for m in members:
+            if self.world.stopped(m.id):
+                raise errors.Stopped(
+                    f"{self.world.describe(m.id.pid)} is stopped; every driver call on it would hang",
+                    hint=f"kill -CONT {m.id}",
+                    pid=m.id.pid,
+                )
+
+    def refuse_unanswered(self) -> None:
+        """Before a resume acts: every process must answer, and none may be stopped."""
+        assert self.record is not None
+        self.refuse_stopped(m for m in self.record.members if self.now[m.id] is State.BLOCKED)
+        for m in self.record.members:
+            if self.now[m.id] is State.FAILED and not m.lost:
+                self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
+            elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:
+                raise errors.InFlight(
+                    f"the driver does not answer for {self.world.describe(m.id.pid)} (state {self.now[m.id]}"
+                    f"{', ' + m.waiting if m.waiting else ''}): a call on it is under way",
+                    hint="when it has ended: gpuckpt recover",
+                    pid=m.id.pid,
+                )
+
+    def inspect(self, targets: Sequence[int], tree: bool) -> Inventory:
+        with self.step("inspect"):
+            inventory = self.inspected(targets, tree=tree)
+        self.hazards = inventory.hazards
+        return inventory
+
+    def inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
+        inventory = self.world.inspect(targets, tree=tree)
+        self.warnings += [w for w in inventory.warnings if w not in self.warnings]
+        return inventory
+
+    def claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
+        """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
+        while True:
+            self.check_interruption()
+            self.claims.append(self.claim(p.id for p in inventory.processes))
+            states = self.world.states(p.id for p in inventory.processes)
+            together = self._suspended_with(states)
+            if not together and all(states[p.id] is p.state for p in inventory.processes):
+                return inventory, targets
+            self.release()
+            self.check_deadline("inspect")
+            targets = [*targets, *together]
+            inventory = self.inspect(targets, tree)
+
+    def _suspended_with(self, group: Collection[ProcessId]) -> list[int]:
+        """Living processes outside of *group* that share a record with one of it. Raises if that record was left in the middle."""
+        together: list[int] = []
+        for record in self.world.journal.records():
+            outside = [m.id.pid for m in record.members if m.id not in group and self._is(m)]
+            if any(m.id in group for m in record.members):
+                if outside and record.status is not Status.SUSPENDED:
+                    raise errors.Refused(
+                        f"pid {outside[0]} is part of the same group, which was left in the middle ({record.status}); nothing was touched",
+                        hint="gpuckpt recover",
+                        pid=outside[0],
+                    )
+                together += outside
+        return together
+
+    def claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
+        return self.world.claim(sorted(processes), self.deadline if until is None else until)
+
+    def group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, Inventory]:
+        """The journal's group where it knows one, else what the driver says of the targets' group."""
+        records = [r for r in self.world.journal.records() if any(self._is(m) for m in r.members)]
+        named = [m for r in records for m in r.members if m.id.pid in targets and not self._number_taken(m)]
+        known = [r for r in records if any(m in named for m in r.members)]
+        rest = [t for t in targets if not any(m.id.pid == t for m in named)]
+        inventory = Inventory((), self.world.gpus())
+        found: dict[ProcessId, Member] = {}
+        if rest:
+            inventory = self.inspected(rest)
+            for p in inventory.processes:
+                if p.state in (State.CHECKPOINTED, State.LOCKED):
+                    found[p.id] = as_member(p)
+                elif p.state is State.FAILED:
+                    raise errors.Lost(
+                        f"pid {p.pid} ({p.name}): the driver says that its GPU state failed; no restore can succeed",
+                        hint=f"end it: kill {p.pid}",
+                        pid=p.pid,
+                    )
+                elif p.state is not State.RUNNING:
+                    self.refuse(inventory)
+            known += [r for r in records if r not in known and any(m.id in found for m in r.members)]
+        members = {**found, **{m.id: m for r in known for m in r.members}}
+        if not members:
+            return None, inventory
+        first = known[0] if known else Record(Status.SUSPENDED, (), inventory.gpus, by="another tool")
+        gpus = {g.uuid: g for r in (first, *known) for g in r.gpus}
+        retained = total_retained(r.retained for r in known)
+        return dataclasses.replace(
+            first,
+            members=tuple(members[p] for p in sorted(members)),
+            gpus=tuple(gpus.values()),
+            retained=retained,
+            replaces=tuple(dict.fromkeys(i for r in known for i in (*r.replaces, r.id) if i != first.id)),
+        ), inventory
+
+    def _is(self, member: Member) -> bool:
+        return self.world.states([member.id])[member.id] is not State.GONE
+
+    def _number_taken(self, member: Member) -> bool:
+        """Whether another CUDA process has the pid of *member*, who ended."""
+        if self._is(member):
+            return False
+        try:
+            return any(p.pid == member.id.pid for p in self.world.inspect([member.id.pid], tree=False).processes)
+        except (errors.NoSuchProcess, errors.NoCudaState, errors.Usage):
+            return False
+
+    @staticmethod
+    def timeless(record: Record) -> object:
+        return (record.status, record.members, record.replaces)
+
+    def left_in_the_middle(self, inventory: Inventory) -> bool:
+        """Whether a record says of one of these that it is on its way, though nobody is at work on it."""
+        ids = {p.id for p in inventory.processes}
+        return any(r.status is not Status.SUSPENDED and any(m.id in ids for m in r.members) for r in self.world.journal.records())
+
+
+def total_retained(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Retained bytes by GPU, of several records together."""
+    total: dict[str, int] = {}
+    for record in retained:
+        for uuid, nbytes in record.items():
+            total[uuid] = total.get(uuid, 0) + nbytes
+    return total
+
+
+def as_member(p: GpuProcess) -> Member:
+    return Member(p.id, p.name, p.uid, p.state, p.gpus)
+
+
+def as_found(inventory: Inventory) -> list[ProcessReport]:
+    """The processes of *inventory* as rows of a report in which nothing has moved."""
+    return [
+        ProcessReport(p.pid, p.name, word(p.state), tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus), p.host_bytes)
+        for p in inventory.processes
+    ]

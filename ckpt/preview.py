@@ -1,0 +1,81 @@
+"""What an operation would do, for ``--dry-run``: the plan, what it needs and what is there. Touches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpuckpt import plan, room
+from gpuckpt.errors import GpuckptError
+from gpuckpt.group import Group, as_found
+from gpuckpt.model import GpuReport, ProcessReport, Report, State
+from gpuckpt.words import word
+
+
+class Preview(Group):
+    """Has the same commands as :class:`gpuckpt.operation.Operation`, and only looks."""
+
+    def suspend(self, targets: Sequence[int], *, tree: bool = True) -> Report:
+        """What a suspend would do; ``details["plan"]`` has it. Touches nothing."""
+        inventory = self.inspect(targets, tree)
+        self.set_deadline(sum(p.nbytes for p in inventory.processes))
+        now = {p.id: p.state for p in inventory.processes}
+        try:
+            self.refuse(inventory)
+            refused = None
+        except GpuckptError as e:
+            refused = e.as_dict()
+        self.now = now
+        available = inventory.host_room.available_bytes if inventory.host_room else None
+        return self._previewed(
+            plan.phases(now, dict.fromkeys(now, State.CHECKPOINTED)),
+            as_found(inventory),
+            refused=refused,
+            timeout_seconds=self.deadline - self._begun,
+            host_bytes_needed=inventory.needed_host_bytes,
+            host_bytes_available=available,
+            host_limit=inventory.host_room.limit if inventory.host_room else "",
+        )
+
+    def resume(self, targets: Sequence[int], *, wished: Mapping[str, str] | None = None, to_gpu: str = "", wait_s: float = 0.0) -> Report:  # noqa: ARG002 - as the operation has it
+        """What a resume would do, and whether there is room for it now. Touches nothing."""
+        record, inventory = self.group_to_resume(targets)
+        if record is None:
+            return self._previewed((), as_found(inventory), refused=None, gpu_bytes_needed={}, gpu_bytes_free={}, gpu_map={})
+        self.record = record
+        self.look()
+        gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
+        need = room.need(self, gpu_map)
+        short = room.shortages(self, need, gpu_map)
+        rows = [
+            ProcessReport(
+                m.id.pid,
+                m.name,
+                "lost" if m.lost else word(self.now[m.id]),
+                tuple(GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus),
+                self.world.image_bytes(m.id) if self.now[m.id] is State.CHECKPOINTED else 0,
+            )
+            for m in record.members
+            if self.now[m.id] is not State.GONE
+        ]
+        return self._previewed(
+            plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING)),
+            rows,
+            refused=room.no_room(self, short[0]).as_dict() if short else None,
+            gpu_bytes_needed=need,
+            gpu_bytes_free={g.uuid: g.free_bytes for g in self.world.gpus()},
+            gpu_map=gpu_map,
+        )
+
+    def _previewed(self, phases: Sequence[plan.Phase], rows: Sequence[ProcessReport], **more: object) -> Report:
+        steps = [{"name": str(p.call), "pids": [i.pid for i in p.processes]} for p in phases]
+        return Report(
+            self.command,
+            True,
+            self.world.simulated,
+            tuple(rows),
+            self.seconds(),
+            tuple(self.steps),
+            self.hazards,
+            tuple(self.warnings),
+            details={"dry_run": True, "plan": {"steps": steps, **more}},
+        )
