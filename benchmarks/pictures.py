@@ -93,7 +93,7 @@ def timeline(document: dict[str, Any]) -> str:
             "small",
         )
     ]
-    return svg(720, y + 14, "Where the seconds of a suspend and a resume go", parts)
+    return svg(780, y + 14, "Where the seconds of a suspend and a resume go", parts)
 
 
 def memory(document: dict[str, Any]) -> str:
