@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuckpt.model import State
@@ -123,7 +125,7 @@ def test_who_holds_the_memory(machine: Machine) -> None:
     orphan = machine.target("--gib", "60")
     result = machine.gpuckpt("resume", target.pid)
     assert (result.code, result.error["code"]) == (6, "gpu-memory")
-    assert f"pid {orphan.pid} (python -m gpuckpt.driver.simtarget" in result.error["message"]
+    assert f"pid {orphan.pid} ({Path(sys.executable).name} -m gpuckpt.driver.simtarget" in result.error["message"]
     for words in ("60.0 GiB", "started", f"kill {orphan.pid}"):
         assert words in result.error["message"] + result.error["hint"]
     assert orphan.unharmed(), "it kills nothing by itself"
