@@ -273,6 +273,8 @@ def test_no_bindings_at_all(library: Path, tmp_path: Path) -> None:
 
 
 def test_importing_the_adapter_imports_no_bindings() -> None:
-    program = "import sys, gpuckpt.driver.cuda, gpuckpt.driver.nvml; print([m for m in ('cuda.bindings.driver', 'pynvml') if m in sys.modules])"
+    program = (
+        "import sys, gpuckpt.driver.cuda, gpuckpt.driver.nvml; print([m for m in ('cuda.bindings.driver', 'pynvml') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
