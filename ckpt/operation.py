@@ -84,8 +84,10 @@ class Operation(Group):
             self.check_interruption()
             self.save(required=True, status=Status.RESUMING)
             self.world.journal.remove(*self.record.replaces)
-            failures = self.walk(dict.fromkeys(self.record.found, State.RUNNING), gpu_map=gpu_map)
-            return self._settle(failures, dict.fromkeys(self.record.found, State.RUNNING))
+            if short := room.shortages(self, room.need(self, gpu_map), gpu_map):  # somebody was quicker than our disk
+                self.save(status=Status.SUSPENDED)
+                raise room.no_room(self, short[0])
+            return self._walk_on(dict.fromkeys(self.record.found, State.RUNNING), gpu_map)
 
     def recover(self, record: Record) -> Report | None:
         """Finish or undo the operation that *record* tells of; None if another command did so meanwhile."""
@@ -105,6 +107,15 @@ class Operation(Group):
                     errors.NotAsFound(blocked.message, hint="when there is room: gpuckpt recover", gpu=blocked.gpu, step="room"), goal
                 )
             return self._settle(failures, goal)
+
+    def _walk_on(self, goal: Mapping[ProcessId, State], gpu_map: Mapping[str, str]) -> Report:
+        """Restore and unlock. From here on there is no way back but forward, whatever breaks."""
+        try:
+            failures = self.walk(goal, gpu_map=gpu_map)
+        except Exception as e:  # noqa: BLE001 - NVML failed, say: the processes and the journal are where they are
+            self.look()
+            self._end(errors.NotAsFound(f"the resume broke off: {type(e).__name__}: {e}", hint="gpuckpt recover"), goal)
+        return self._settle(failures, goal)
 
     # On the way.
 

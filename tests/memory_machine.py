@@ -273,12 +273,16 @@ class Machine:
         for call in list(self.queues.get(pid, [])):
             call.kill_caller()
 
-    def take(self, uuid: str, leave_gib: int) -> None:
-        """Somebody else takes room. Not between the last look of a restore at its GPU and its end: nothing could be done about that."""
+    def may_allocate(self, uuid: str) -> bool:
+        """Nobody else allocates between a restore's last look at its GPU and its end: nothing could be done about that."""
         claim = self.claims.get(f"gpu {uuid}")
         looked = claim is not None and claim.controller not in self.idle
+        return not looked and not self.restoring(uuid)
+
+    def take(self, uuid: str, leave_gib: int) -> None:
+        """Somebody else takes room."""
         nbytes = self.rules.free(uuid) - leave_gib * GIB
-        if nbytes > 0 and not looked and not self.restoring(uuid):
+        if nbytes > 0 and self.may_allocate(uuid):
             self.takers += 1
             self.rules.register(9000 + self.takers, 1, {uuid: nbytes})
 

@@ -203,7 +203,7 @@ class Player:
     def _born(self, near: int) -> None:
         pid = 500 + len(self.machine.groups)
         uuid = "GPU-0"
-        if near in self.machine.groups and self.machine.rules.free(uuid) > GIB:
+        if near in self.machine.groups and self.machine.rules.free(uuid) > GIB and self.machine.may_allocate(uuid):
             self.machine.rules.register(pid, 1, {uuid: GIB})
             self.machine.groups[pid] = self.machine.groups[near]
 

@@ -130,3 +130,16 @@ def test_a_forked_helper_holds_nothing_of_ours(world: SimulatedWorldDir, tmp_pat
     assert opened() <= {"/dev/null", "socket"}
     made.close()
     os.close(held)
+
+
+def test_a_stopped_helper_does_not_hold_us_up(callers: Callers, target: ProcessId, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuckpt.driver.caller.HELLO_TIMEOUT_S", 0.3)
+    assert state(callers, target) is State.RUNNING
+    stopped = callers._helper_pid
+    os.kill(stopped, signal.SIGSTOP)
+    lock = callers.start(Call.LOCK, target, timeout_s=5)  # through a new helper
+    assert outcome(callers, lock).ok
+    os.kill(stopped, signal.SIGCONT)  # the old one finds that nobody waits for it, and makes no second lock
+    lock.release()
+    assert ended(lambda: state(callers, target) is State.RUNNING)
+    os.waitpid(stopped, 0)

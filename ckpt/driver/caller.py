@@ -27,6 +27,8 @@ from gpuckpt.driver.api import CallError, Driver
 from gpuckpt.model import Call, ProcessId, State
 
 _MESSAGE_BYTES = 1 << 16
+#: How long a caller may take to come to life, in seconds. It takes 5 ms; a helper that was stopped takes for ever.
+HELLO_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,16 @@ class Callers:
             assert self._control is not None
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                socket.send_fds(self._control, [request], [theirs.fileno(), *claims])
-                hello = ours.recv(_MESSAGE_BYTES) if _drop(theirs) else b""
+                with theirs:
+                    socket.send_fds(self._control, [request], [theirs.fileno(), *claims])
+                ours.settimeout(HELLO_TIMEOUT_S)
+                hello = ours.recv(_MESSAGE_BYTES)
             except OSError:
                 hello = b""
             if hello:
+                ours.settimeout(None)
                 return Pending(call, process, int(hello), ours)
-            ours.close()  # no caller came to life: nothing was called
+            ours.close()  # no caller came to life, and one that does later finds nobody to greet: nothing is called
             self.close()
         raise CallError(str(call or "state"), "NO_CALLER")
 
@@ -186,11 +191,6 @@ def _keep_only(fd: int) -> None:
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     os.close(null)
-
-
-def _drop(sock: socket.socket) -> bool:
-    sock.close()
-    return True
 
 
 def _receive(pending: Pending) -> None:
