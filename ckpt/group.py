@@ -191,7 +191,7 @@ def total_retained(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def as_member(p: GpuProcess) -> Member:
-    return Member(p.id, p.name, p.uid, p.state, p.gpus, agent=p.agent)
+    return Member(p.id, p.name, p.uid, plan.belongs(p.state), p.gpus, agent=p.agent)
 
 
 def as_found(inventory: Inventory) -> list[ProcessReport]:

@@ -134,16 +134,17 @@ class LocalWorld:
                     hint=f"sudo gpuckpt {self.command} {p.pid}",
                     pid=p.pid,
                 )
-        hellos = {pid: hello for pid, p in members.items() if (hello := self.agents.hello(p.id))}
+        near = {pid for others in related.values() for pid in others}
+        hellos = {pid: hello for pid in {*members, *near} if pid in procs and (hello := self.agents.hello(procs[pid].id))}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
         members = {pid: dataclasses.replace(p, agent=pid in hellos) for pid, p in members.items()}
         found: list[Hazard] = []
         for p in members.values():
             found += hazards.of_process(p, procs[p.pid], self.root, communicators=_ranks(hellos.get(p.pid)))
-        unvouched = {pid: {o: how for o, how in near.items() if not {pid, o} <= vouched} for pid, near in related.items()}
+        unvouched = {pid: {o: how for o, how in others.items() if not {pid, o} <= vouched} for pid, others in related.items()}
         found += hazards.possible_imports(members, unvouched, agents=set(hellos))
-        found += hazards.incomplete({pid: hello.communicators for pid, hello in hellos.items()})
-        found += [hazards.unvouched(members[pid], words) for pid, hello in hellos.items() for words in hello.hazards]
+        found += hazards.incomplete({pid: hellos[pid].communicators for pid in members if pid in hellos})
+        found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())

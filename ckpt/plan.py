@@ -48,6 +48,8 @@ RESULT = {
     Call.COMMS_RESUME: State.QUIESCED,
     Call.UNQUIESCE: State.RUNNING,
 }
+#: Where an agent may hold a process that the driver calls running; nobody means to leave it there.
+AGENT_STAGES = frozenset({State.QUIESCED, State.COMMS_SUSPENDED, State.DISARMED})
 #: Calls that an agent makes, on the program's own thread; the others are the driver's.
 AGENT_CALLS = frozenset({Call.QUIESCE, Call.COMMS, Call.DISARM, Call.ARM, Call.COMMS_RESUME, Call.UNQUIESCE})
 
@@ -77,6 +79,11 @@ class Phase:
 
     call: Call
     processes: tuple[ProcessId, ...]
+
+
+def belongs(state: State) -> State:
+    """Where a process found in *state* is at home: its agent holds it only for an operation that nobody is at any more."""
+    return State.RUNNING if state in AGENT_STAGES else state
 
 
 def next_phase(
@@ -124,8 +131,7 @@ def recovery_goal(status: Status, found: Mapping[ProcessId, State], now: Mapping
     if status is Status.RESUMING:
         return dict.fromkeys(alive, State.CHECKPOINTED if len(down) == len(alive) else State.RUNNING)
     if status is Status.SUSPENDED:
-        held = (State.QUIESCED, State.COMMS_SUSPENDED, State.DISARMED)  # somebody else restored it: its agent waits for the rest
-        return {p: State.RUNNING if now[p] in held else now[p] for p in alive}
+        return {p: belongs(now[p]) for p in alive}
     return {p: found[p] for p in alive if found[p] in DEPTH}
 
 

@@ -199,15 +199,17 @@ class Walk:
 
     def _agent_error(self, call: Call, process: ProcessId, outcome: Outcome) -> GpuckptError:
         """Words for what an agent could not do. Communicators that broke on the way are broken for good."""
-        who, where = self.world.describe(process.pid), {"pid": process.pid, "step": str(call)}
+        who = self.world.describe(process.pid)
+        where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
         if outcome.result == "agent:NOT_READY":
             hint = "a longer --timeout, or call gpuckpt.agent.checkpoint_here() in its loop"
-            return errors.Deadline(f"{who}: {outcome.message}; it goes on running", hint=hint, **where)  # type: ignore[arg-type]
+            return errors.Deadline(f"{who}: {outcome.message}; it goes on running", hint=hint, **where)
         if call in (Call.COMMS, Call.COMMS_RESUME) and outcome.result == "agent:FAILED":
             what = "suspend" if call is Call.COMMS else "resume and verify"
             hint = f"end the job and start it again: kill {process}"
-            return errors.Lost(f"{who} could not {what} its communicators: {outcome.message}", hint=hint, **where)  # type: ignore[arg-type]
-        return errors.Aborted(f"the agent of {who} refused its {call}: {outcome.message}", hint="gpuckpt recover", **where)  # type: ignore[arg-type]
+            return errors.Lost(f"{who} could not {what} its communicators: {outcome.message}", hint=hint, **where)
+        cls = errors.Busy if call is Call.QUIESCE else errors.InFlight
+        return cls(f"the agent of {who} did not begin its {call}: {outcome.message}", hint="gpuckpt recover", **where)
 
     def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State, gpu_map: Mapping[str, str]) -> GpuckptError:
         """Words for a failed call. *state*: what the driver says of the process now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,12 @@ class SimulatedCommunicator:
             machine.rules.processes[self.pid].traits.add("communicator")
 
     def _meet(self, what: str) -> None:
-        """Return when every rank has come, in the same order of meetings."""
+        """Return when every rank has come, in the same order of meetings. Faults of the calls "comms" and "comms-resume" act here."""
+        fault = self.world.take_fault("comms" if what == "suspend" else "comms-resume", self.pid)
+        if fault and fault.hang:
+            threading.Event().wait()
+        if fault and fault.result:
+            raise RuntimeError(f"{what} of communicator {self.name}: {fault.result}")
         self._meetings += 1
         place = Path(self.world.path) / "comms" / f"{self.name}-{self._meetings}-{what}"
         place.mkdir(parents=True, exist_ok=True)
