@@ -134,7 +134,7 @@ class Group(Walk):
         if rest:
             inventory = self.inspected(rest)
             for p in inventory.processes:
-                if p.state in (State.CHECKPOINTED, State.LOCKED):
+                if p.state in plan.DEPTH and p.state is not State.RUNNING:
                     found[p.id] = as_member(p)
                 elif p.state is State.FAILED:
                     raise errors.Lost(
@@ -191,7 +191,7 @@ def total_retained(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def as_member(p: GpuProcess) -> Member:
-    return Member(p.id, p.name, p.uid, p.state, p.gpus)
+    return Member(p.id, p.name, p.uid, plan.belongs(p.state), p.gpus, agent=p.agent)
 
 
 def as_found(inventory: Inventory) -> list[ProcessReport]:

@@ -34,6 +34,7 @@ class Member:
     found: State
     gpus: tuple[GpuBytes, ...]
     lost: str = ""  # why its GPU state is gone for good
+    agent: bool = False  # it has one, which holds it at its safe point
     waiting: str = ""  # "lock by caller 4242": a call that had not returned when its controller left
 
 
@@ -195,7 +196,14 @@ class Journal:
 def _record(document: dict[str, Any]) -> Record:
     members = tuple(
         Member(
-            ProcessId(**m["id"]), m["name"], m["uid"], State(m["found"]), tuple(GpuBytes(**g) for g in m["gpus"]), m["lost"], m["waiting"]
+            ProcessId(**m["id"]),
+            m["name"],
+            m["uid"],
+            State(m["found"]),
+            tuple(GpuBytes(**g) for g in m["gpus"]),
+            m["lost"],
+            m.get("agent", False),
+            m["waiting"],
         )
         for m in document["members"]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
@@ -11,8 +12,10 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from gpuckpt import claims, errors, plan
+from gpuckpt.agent.client import AgentPending, Agents, Hello
 from gpuckpt.claims import FileClaim
 from gpuckpt.driver.api import OLDEST_CUDA, CallError, Devices
 from gpuckpt.driver.caller import Callers, Pending
@@ -53,6 +56,7 @@ class LocalWorld:
         self.simulated = bool(directory)
         self.callers = Callers(f"simulated:{directory}" if directory else "cuda")
         self.callers.warm()  # first of all: it loads the driver while we load NVML, and can be forked only before that
+        self.agents = Agents()
         self.devices = devices(environ)
         self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
         me = processes.read(os.getpid())
@@ -70,6 +74,7 @@ class LocalWorld:
 
     def close(self) -> None:
         self.callers.close()
+        self.agents.close()
         self._wake.close()
         self._wakened.close()
 
@@ -129,10 +134,17 @@ class LocalWorld:
                     hint=f"sudo gpuckpt {self.command} {p.pid}",
                     pid=p.pid,
                 )
+        near = {pid for others in related.values() for pid in others}
+        hellos = {pid: hello for pid in {*members, *near} if pid in procs and (hello := self.agents.hello(procs[pid].id))}
+        vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
+        members = {pid: dataclasses.replace(p, agent=pid in hellos) for pid, p in members.items()}
         found: list[Hazard] = []
         for p in members.values():
-            found += hazards.of_process(p, procs[p.pid], self.root)
-        found += hazards.possible_imports(members, related)
+            found += hazards.of_process(p, procs[p.pid], self.root, communicators=_ranks(hellos.get(p.pid)))
+        unvouched = {pid: {o: how for o, how in others.items() if not {pid, o} <= vouched} for pid, others in related.items()}
+        found += hazards.possible_imports(members, unvouched, agents=set(hellos))
+        found += hazards.incomplete({pid: hellos[pid].communicators for pid in members if pid in hellos})
+        found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
@@ -211,6 +223,8 @@ class LocalWorld:
         for p in pending:
             found[p.process] = self._state(p)
             p.release()
+            if found[p.process] is State.RUNNING and (hello := self.agents.hello(p.process)):
+                found[p.process] = hello.stage
         return found
 
     @staticmethod
@@ -264,7 +278,10 @@ class LocalWorld:
         fds = [fd for claim in claims for fd in claim.fds]
         return self.callers.start(call, process, timeout_s=timeout_s, gpu_map=gpu_map, initialise=initialise, claims=fds)
 
-    def wait(self, pending: Collection[Pending], until: float) -> None:
+    def ask(self, call: Call, process: ProcessId, *, operation: str, timeout_s: float) -> AgentPending:
+        return self.agents.start(call, process, operation, timeout_s)
+
+    def wait(self, pending: Collection[Any], until: float) -> None:
         before = len(self._signals)
         self.callers.wait(pending, until, None if len(self._signals) != before else self._wake)
         with contextlib.suppress(OSError):
@@ -382,3 +399,8 @@ class LocalWorld:
             )
         tightest = min((r for r, _ in rooms.values()), key=lambda r: r.available_bytes, default=None)
         return needed, tightest, short
+
+
+def _ranks(hello: Hello | None) -> list[int] | None:
+    """The ranks that a process has in the communicators that its agent can suspend; None without an agent."""
+    return [c["rank"] for c in hello.communicators] if hello else None

@@ -12,9 +12,12 @@ GIB = 1 << 30
 
 
 class State(enum.StrEnum):
-    """What the driver says of a process, and three answers that it cannot give itself."""
+    """What the driver says of a process, what its agent adds while it runs, and answers that neither can give itself."""
 
     RUNNING = "running"
+    QUIESCED = "quiesced"  # its agent holds it at its safe point, no GPU work in flight
+    COMMS_SUSPENDED = "comms-suspended"  # and its communicators have given up what they import
+    DISARMED = "disarmed"  # and its agent waits for a controller, whatever happens
     LOCKED = "locked"
     CHECKPOINTED = "checkpointed"
     CHECKPOINTING = "checkpointing"  # CUDA 13.4 and newer
@@ -28,8 +31,14 @@ class State(enum.StrEnum):
 
 
 class Call(enum.StrEnum):
-    """The driver's four calls that change a process."""
+    """What changes a process: an agent's calls, and the driver's four."""
 
+    QUIESCE = "quiesce"
+    COMMS = "comms"
+    DISARM = "disarm"
+    ARM = "arm"
+    COMMS_RESUME = "comms-resume"
+    UNQUIESCE = "unquiesce"
     LOCK = "lock"
     CHECKPOINT = "checkpoint"
     RESTORE = "restore"
@@ -57,6 +66,29 @@ class ProcessId:
 
     def __str__(self) -> str:
         return str(self.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a call ended. ``result`` is "SUCCESS", a CUDA result's name, "STALE" (the process was another one by then),
+    "VANISHED" (its caller died: the call itself goes on in the target) or an exception of the adapter ("gpuckpt:CODE")."""
+
+    result: str
+    seconds: float = 0.0
+    state: State | None = None  # of a state query
+    message: str = ""
+    failed_in: str = ""  # "cuInit" where a restore ended before the driver was asked to restore
+
+    @property
+    def ok(self) -> bool:
+        return self.result == "SUCCESS"
+
+    @property
+    def answered(self) -> bool:
+        """Whether the driver was asked, and this is what it said."""
+        return (
+            self.result not in ("STALE", "VANISHED", "NO_CALLER") and self.failed_in != "cuInit" and not self.result.startswith("gpuckpt:")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +131,7 @@ class GpuProcess:
     gpus: tuple[GpuBytes, ...] = ()
     host_bytes: int = 0  # size of its image in host memory, while checkpointed
     stopped: bool = False  # SIGSTOP, ptrace stop, or a frozen cgroup
+    agent: bool = False  # it has one that vouches for it
 
     @property
     def pid(self) -> int:

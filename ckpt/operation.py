@@ -130,7 +130,9 @@ class Operation(Group):
         for p in inventory.processes:
             before = recorded.get(p.id, as_member(p))
             members.append(
-                dataclasses.replace(as_member(p), found=belongs.get(p.id, p.state), gpus=p.gpus or before.gpus, lost=before.lost)
+                dataclasses.replace(
+                    as_member(p), found=belongs.get(p.id, plan.belongs(p.state)), gpus=p.gpus or before.gpus, lost=before.lost
+                )
             )
         on = {g.uuid for m in members for g in m.gpus}
         gpus = {g.uuid: g for g in (*(g for r in older for g in r.gpus), *inventory.gpus)}

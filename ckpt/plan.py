@@ -1,20 +1,68 @@
 """Decisions without effects: what to do next, what a suspend or a restore needs, what a journal record means after a crash.
 
-A process is at one of three depths: running, locked, checkpointed. An operation is a goal depth for each process;
-going there, back, and recovering after a crash are the same walk with other goals.
+A process is at some depth between running and checkpointed (``DEPTH``). An operation is a goal for each process; going there,
+back, and recovering after a crash are the same walk with other goals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from gpuckpt.model import GIB, MIB, Call, Gpu, GpuBytes, ProcessId, State, Status
 
-DEPTH = {State.RUNNING: 0, State.LOCKED: 1, State.CHECKPOINTED: 2}
-
+#: How far down a process is.
+DEPTH = {
+    State.RUNNING: 0,
+    State.QUIESCED: 1,
+    State.COMMS_SUSPENDED: 2,
+    State.DISARMED: 3,
+    State.LOCKED: 4,
+    State.CHECKPOINTED: 5,
+}
+#: The call that takes a process one step down, and one step up.
+DOWN = {
+    State.RUNNING: Call.QUIESCE,
+    State.QUIESCED: Call.COMMS,
+    State.COMMS_SUSPENDED: Call.DISARM,
+    State.DISARMED: Call.LOCK,
+    State.LOCKED: Call.CHECKPOINT,
+}
+UP = {
+    State.CHECKPOINTED: Call.RESTORE,
+    State.LOCKED: Call.UNLOCK,
+    State.DISARMED: Call.ARM,
+    State.COMMS_SUSPENDED: Call.COMMS_RESUME,
+    State.QUIESCED: Call.UNQUIESCE,
+}
 #: What a call turns a process into.
-RESULT = {Call.LOCK: State.LOCKED, Call.CHECKPOINT: State.CHECKPOINTED, Call.RESTORE: State.LOCKED, Call.UNLOCK: State.RUNNING}
+RESULT = {
+    Call.QUIESCE: State.QUIESCED,
+    Call.COMMS: State.COMMS_SUSPENDED,
+    Call.DISARM: State.DISARMED,
+    Call.LOCK: State.LOCKED,
+    Call.CHECKPOINT: State.CHECKPOINTED,
+    Call.RESTORE: State.LOCKED,
+    Call.UNLOCK: State.DISARMED,
+    Call.ARM: State.COMMS_SUSPENDED,
+    Call.COMMS_RESUME: State.QUIESCED,
+    Call.UNQUIESCE: State.RUNNING,
+}
+#: Where an agent may hold a process that the driver calls running; nobody means to leave it there.
+AGENT_STAGES = frozenset({State.QUIESCED, State.COMMS_SUSPENDED, State.DISARMED})
+#: Calls that an agent makes, on the program's own thread; the others are the driver's.
+AGENT_CALLS = frozenset({Call.QUIESCE, Call.COMMS, Call.DISARM, Call.ARM, Call.COMMS_RESUME, Call.UNQUIESCE})
+
+
+def result(call: Call, *, agent: bool) -> State:
+    """What *call* turns a process into: without an agent the driver's unlock is the end of the way back."""
+    return State.RUNNING if call is Call.UNLOCK and not agent else RESULT[call]
+
+
+def depth(state: State, *, agent: bool) -> int:
+    """Where *state* is on the way; a process without an agent has nothing to do before the lock."""
+    return DEPTH[State.DISARMED if state is State.RUNNING and not agent else state]
+
 
 #: Free GPU memory beyond the recorded bytes that a restore must find. NVML counts a process in 2 MiB pages, and a restore
 #: that runs out of memory loses the process, so the margin is generous.
@@ -27,38 +75,46 @@ IMAGE_MARGIN_BYTES = 128 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One driver call on several processes at once. The next phase starts when all of them have ended."""
+    """One call on several processes at once. The next phase starts when all of them have ended."""
 
     call: Call
     processes: tuple[ProcessId, ...]
 
 
-def next_phase(now: Mapping[ProcessId, State], goal: Mapping[ProcessId, State]) -> Phase | None:
-    """The next calls on the way from *now* to *goal*; None when nothing is left to do.
+def belongs(state: State) -> State:
+    """Where a process found in *state* is at home: its agent holds it only for an operation that nobody is at any more."""
+    return State.RUNNING if state in AGENT_STAGES else state
 
-    All locks come before the first checkpoint, all restores before the first unlock, and what must come up comes up
-    before anything goes down. Processes in a state without depth (gone, failed, unknown) are left alone.
+
+def next_phase(
+    now: Mapping[ProcessId, State], goal: Mapping[ProcessId, State], agents: Collection[ProcessId] = frozenset()
+) -> Phase | None:
+    """The next calls on the way from *now* to *goal*; None when nothing is left to do. *agents*: those that have one.
+
+    All of a step come before the first of the next: every lock before a checkpoint, every restore before an unlock. What must come
+    up comes up before anything goes down. Processes in a state without depth (gone, failed, unknown) are left alone.
     """
-    gap = {p: DEPTH[now[p]] - DEPTH[goal[p]] for p in sorted(goal) if now.get(p) in DEPTH and goal[p] in DEPTH}
-    up = [p for p, distance in gap.items() if distance > 0]
-    if up:
-        deepest = max(DEPTH[now[p]] for p in up)
-        call = Call.RESTORE if deepest == 2 else Call.UNLOCK
-        return Phase(call, tuple(p for p in up if DEPTH[now[p]] == deepest))
-    down = [p for p, distance in gap.items() if distance < 0]
-    if down:
-        shallowest = min(DEPTH[now[p]] for p in down)
-        call = Call.LOCK if shallowest == 0 else Call.CHECKPOINT
-        return Phase(call, tuple(p for p in down if DEPTH[now[p]] == shallowest))
+    here = {p: depth(now[p], agent=p in agents) for p in sorted(goal) if now.get(p) in DEPTH and goal[p] in DEPTH}
+    gap = {p: at - depth(goal[p], agent=p in agents) for p, at in here.items()}
+    if up := [p for p, distance in gap.items() if distance > 0]:
+        deepest = max(here[p] for p in up)
+        those = tuple(p for p in up if here[p] == deepest)
+        return Phase(UP[now[those[0]]], those)
+    if down := [p for p, distance in gap.items() if distance < 0]:
+        shallowest = min(here[p] for p in down)
+        those = tuple(p for p in down if here[p] == shallowest)
+        return Phase(Call.LOCK if shallowest == DEPTH[State.DISARMED] else DOWN[now[those[0]]], those)
     return None
 
 
-def phases(now: Mapping[ProcessId, State], goal: Mapping[ProcessId, State]) -> tuple[Phase, ...]:
+def phases(
+    now: Mapping[ProcessId, State], goal: Mapping[ProcessId, State], agents: Collection[ProcessId] = frozenset()
+) -> tuple[Phase, ...]:
     """The whole way from *now* to *goal* if every call succeeds."""
     states, found = dict(now), []
-    while phase := next_phase(states, goal):
+    while phase := next_phase(states, goal, agents):
         found.append(phase)
-        states.update(dict.fromkeys(phase.processes, RESULT[phase.call]))
+        states.update({p: result(phase.call, agent=p in agents) for p in phase.processes})
     return tuple(found)
 
 
@@ -75,7 +131,7 @@ def recovery_goal(status: Status, found: Mapping[ProcessId, State], now: Mapping
     if status is Status.RESUMING:
         return dict.fromkeys(alive, State.CHECKPOINTED if len(down) == len(alive) else State.RUNNING)
     if status is Status.SUSPENDED:
-        return {p: now[p] for p in alive}
+        return {p: belongs(now[p]) for p in alive}
     return {p: found[p] for p in alive if found[p] in DEPTH}
 
 

@@ -27,7 +27,7 @@ class Preview(Group):
         self.now = now
         available = inventory.host_room.available_bytes if inventory.host_room else None
         return self._previewed(
-            plan.phases(now, dict.fromkeys(now, State.CHECKPOINTED)),
+            plan.phases(now, dict.fromkeys(now, State.CHECKPOINTED), {p.id for p in inventory.processes if p.agent}),
             as_found(inventory),
             refused=refused,
             timeout_seconds=self.deadline - self._begun,
@@ -58,7 +58,7 @@ class Preview(Group):
             if self.now[m.id] is not State.GONE
         ]
         return self._previewed(
-            plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING)),
+            plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING), self.agents),
             rows,
             refused=room.no_room(self, short[0]).as_dict() if short else None,
             gpu_bytes_needed=need,

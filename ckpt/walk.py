@@ -10,10 +10,9 @@ from typing import Any
 
 from gpuckpt import errors, plan
 from gpuckpt.driver.api import CallError
-from gpuckpt.driver.caller import Outcome
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Hazard, ProcessId, State, Step
+from gpuckpt.model import Call, Hazard, Outcome, ProcessId, State, Step
 from gpuckpt.world import Claim, Pending, World
 
 #: How long a lock that was asked to end may take before its caller is left to itself, in seconds.
@@ -66,6 +65,11 @@ class Walk:
         self.used_before: dict[str, int] = {}
         self.others_before: dict[str, int] = {}
 
+    @property
+    def agents(self) -> frozenset[ProcessId]:
+        """Members that have an agent."""
+        return frozenset(m.id for m in self.record.members if m.agent) if self.record else frozenset()
+
     def walk(
         self,
         goal: Mapping[ProcessId, State],
@@ -76,7 +80,7 @@ class Walk:
     ) -> list[Failure]:
         """Go phase by phase to *goal*. With *stop* the first failure is raised when its phase has ended, else the others go on."""
         goal, failures = dict(goal), []
-        while phase := plan.next_phase(self.now, goal):
+        while phase := plan.next_phase(self.now, goal, self.agents):
             if stop:
                 self.check_interruption()
                 self.check_deadline(phase.call)
@@ -103,6 +107,10 @@ class Walk:
         not_made: list[Failure] = []
         initialise = phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus())
         for process in phase.processes:
+            if phase.call in plan.AGENT_CALLS:
+                assert self.record is not None
+                calls[process] = world.ask(phase.call, process, operation=self.record.id, timeout_s=max(0.05, self.deadline - begun))
+                continue
             try:
                 calls[process] = world.start(
                     phase.call,
@@ -138,7 +146,7 @@ class Walk:
             pending.release()
             return self._left_in_flight(call, process, pending.caller_pid)
         if outcome.ok:
-            self.now[process] = plan.RESULT[call]
+            self.now[process] = plan.result(call, agent=process in self.agents)
             if call is Call.LOCK:
                 self.guards[process] = pending
             return None
@@ -148,7 +156,9 @@ class Walk:
             self.world.wait((), self.world.now() + 0.1)  # its caller was killed: the driver goes on with the call in the target
             state = self.world.states([process])[process]
         self.now[process] = state
-        if state is plan.RESULT[call] and (outcome.result == "VANISHED" or call in (Call.RESTORE, Call.UNLOCK)):
+        if state is plan.result(call, agent=process in self.agents) and (
+            outcome.result == "VANISHED" or call in (Call.RESTORE, Call.UNLOCK)
+        ):
             how = "its caller was killed" if outcome.result == "VANISHED" else f"it failed with CUDA_ERROR_{outcome.result}"
             self.warnings.append(f"{call} of pid {process}: {how}, but the driver completed the call: the process is {state}")
             return None
@@ -165,6 +175,8 @@ class Walk:
         if self.record is not None:
             self.record = self.record.with_member(process, waiting=f"{call} by caller {caller_pid}")
             self.save()
+        if call in plan.AGENT_CALLS:
+            return self._agent_in_flight(call, process)
         then = "it unlocks itself when the driver grants it" if call is Call.LOCK else f"the driver goes on with the {call}"
         stopped = f"pid {process} is stopped: kill -CONT {process}, then " if self.world.stopped(process) else "when it has ended, "
         return Failure(
@@ -178,10 +190,33 @@ class Walk:
             ),
         )
 
+    def _agent_in_flight(self, call: Call, process: ProcessId) -> Failure:
+        who = self.world.describe(process.pid)
+        hint = "when it has answered, or been ended: gpuckpt recover"
+        return Failure(
+            process, errors.InFlight(f"the agent of {who} has not done its {call} by the deadline", hint=hint, pid=process.pid, step=call)
+        )
+
+    def _agent_error(self, call: Call, process: ProcessId, outcome: Outcome) -> GpuckptError:
+        """Words for what an agent could not do. Communicators that broke on the way are broken for good."""
+        who = self.world.describe(process.pid)
+        where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
+        if outcome.result == "agent:NOT_READY":
+            hint = "a longer --timeout, or call gpuckpt.agent.checkpoint_here() in its loop"
+            return errors.Deadline(f"{who}: {outcome.message}; it goes on running", hint=hint, **where)
+        if call in (Call.COMMS, Call.COMMS_RESUME) and outcome.result == "agent:FAILED":
+            what = "suspend" if call is Call.COMMS else "resume and verify"
+            hint = f"end the job and start it again: kill {process}"
+            return errors.Lost(f"{who} could not {what} its communicators: {outcome.message}", hint=hint, **where)
+        cls = errors.Busy if call is Call.QUIESCE else errors.InFlight
+        return cls(f"the agent of {who} did not begin its {call}: {outcome.message}", hint="gpuckpt recover", **where)
+
     def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State, gpu_map: Mapping[str, str]) -> GpuckptError:
         """Words for a failed call. *state*: what the driver says of the process now."""
         who = self.world.describe(process.pid)
         where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
+        if outcome.result.startswith("agent:") and state is not State.GONE:
+            return self._agent_error(call, process, outcome)
         if outcome.result.startswith("gpuckpt:"):
             cls = errors.by_code().get(outcome.result[8:], GpuckptError)
             return cls(outcome.message or outcome.result, hint="gpuckpt doctor", **where)
@@ -261,7 +296,7 @@ class Walk:
         """When a call that has not returned is left to itself. A checkpoint or restore gets as long as its bytes may take."""
         assert self.record is not None
         nbytes = sum(g.nbytes or 0 for m in self.record.members for g in m.gpus)
-        if call is Call.LOCK:
+        if call is Call.LOCK or call in plan.AGENT_CALLS:
             return max(self.deadline, begun) + min(2.0, self._timeout_s or 2.0)
         return max(self.deadline, begun) + max(plan.default_timeout_s(nbytes) - plan.default_timeout_s(0), self._timeout_s or 0.0, 2.0)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from gpuckpt.driver.caller import Outcome
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Gpu, Inventory, ProcessId, State
+from gpuckpt.model import Call, Gpu, Inventory, Outcome, ProcessId, State
 
 
 class Pending(Protocol):
@@ -93,6 +92,10 @@ class World(Protocol):
         initialise: bool = False,
         claims: Sequence[Any] = (),
     ) -> Pending: ...
+
+    def ask(self, call: Call, process: ProcessId, *, operation: str, timeout_s: float) -> Pending:
+        """Begin an agent's *call*; the agent answers after at most *timeout_s*, or not at all."""
+        ...
 
     def wait(self, pending: Collection[Any], until: float) -> None:
         """Return once one of *pending* has ended, at *until*, or on a new interruption. With none pending: sleep."""

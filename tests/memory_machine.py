@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt.driver.api import CallError
-from gpuckpt.driver.caller import Outcome
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu
 from gpuckpt.journal import Record, counting
-from gpuckpt.model import GIB, Call, ProcessId, State
+from gpuckpt.model import GIB, Call, Outcome, ProcessId, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

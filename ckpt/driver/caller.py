@@ -24,34 +24,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuckpt.driver.api import CallError, Driver
-from gpuckpt.model import Call, ProcessId, State
+from gpuckpt.model import Call, Outcome, ProcessId, State
 
 _MESSAGE_BYTES = 1 << 16
 #: How long a caller may take to come to life, in seconds. It takes 5 ms; a helper that was stopped takes for ever.
 HELLO_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a call ended. ``result`` is "SUCCESS", a CUDA result's name, "STALE" (the process was another one by then),
-    "VANISHED" (its caller died: the call itself goes on in the target) or an exception of the adapter ("gpuckpt:CODE")."""
-
-    result: str
-    seconds: float = 0.0
-    state: State | None = None  # of a state query
-    message: str = ""
-    failed_in: str = ""  # "cuInit" where a restore ended before the driver was asked to restore
-
-    @property
-    def ok(self) -> bool:
-        return self.result == "SUCCESS"
-
-    @property
-    def answered(self) -> bool:
-        """Whether the driver was asked, and this is what it said."""
-        return (
-            self.result not in ("STALE", "VANISHED", "NO_CALLER") and self.failed_in != "cuInit" and not self.result.startswith("gpuckpt:")
-        )
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +40,10 @@ class Pending:
     caller_pid: int
     sock: socket.socket
     outcome: Outcome | None = None
+
+    def receive(self) -> None:
+        """Take in how it ended; called when its socket has something to say."""
+        _receive(self)
 
     def keep(self) -> None:
         """The lock was granted and is wanted: its caller, which has stood by to undo it, may go."""
@@ -160,7 +141,7 @@ class Callers:
                 selector.register(wake, selectors.EVENT_READ, None)
             for key, _ in selector.select(max(0.0, until - time.monotonic())):
                 if key.data is not None:
-                    _receive(key.data)
+                    key.data.receive()
 
     def close(self) -> None:
         """Let the helper go. It stays until its callers have ended, which may be after we have."""

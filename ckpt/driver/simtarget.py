@@ -93,12 +93,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     target = Target(world, children)
     if options.nccl_socket:
-        _keep_socket = _nccl_socket()
+        _keep_socket = _nccl_socket(int(options.agent[1]) if options.agent else 0)
+    if options.agent is not None:
+        _install_agent(world, options.agent)
     try:
         if options.busy_s:
             world.make_busy(target.pid, options.busy_s)
         _print({"ready": True, "pid": target.pid, **target.check(), "forked": forked, "children": [c.pid for c in children]})
-        while line := sys.stdin.readline():
+        while line := _next_line(options.agent is not None):
             command, _, argument = line.strip().partition(" ")
             if command == "quit":
                 return 0
@@ -123,8 +125,29 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fork", type=int, default=0, metavar="N", help="children without CUDA state")
     parser.add_argument("--spawn", type=int, default=0, metavar="N", help="children with CUDA state of their own, like this one's")
     parser.add_argument("--nccl-socket", action="store_true", help="show the socket that a communicator shows")
+    parser.add_argument("--agent", nargs=3, metavar=("COMMUNICATOR", "RANK", "SIZE"), help="install an agent that suspends it")
     parser.add_argument("--daemon", action="store_true", help="stay when the input ends")
     return parser.parse_args(arguments)
+
+
+def _next_line(agent: bool) -> str:
+    """The next command; a program with an agent comes to its safe point while it waits."""
+    if agent:
+        import select
+
+        from gpuckpt.agent import checkpoint_here
+
+        while not select.select([sys.stdin], [], [], 0.01)[0]:
+            checkpoint_here()
+    return sys.stdin.readline()
+
+
+def _install_agent(world: SimulatedWorldDir, words: list[str]) -> None:
+    from gpuckpt.agent import install
+    from gpuckpt.driver.simulated_comms import SimulatedCommunicator
+
+    name, rank, size = words
+    install(SimulatedCommunicator(world, os.getpid(), name, int(rank), int(size)))
 
 
 def _print(answer: dict[str, Any]) -> None:
@@ -176,11 +199,11 @@ def _ask(child: subprocess.Popen[str], command: str) -> dict[str, Any]:
     return {"pid": child.pid, **answer}
 
 
-def _nccl_socket() -> object:
+def _nccl_socket(rank: int) -> object:
     import socket
 
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0tmp/nccl-socket-0-{os.urandom(8).hex()}")
+    listener.bind(f"\0tmp/nccl-socket-{rank}-{os.urandom(8).hex()}")
     listener.listen()
     return listener
 

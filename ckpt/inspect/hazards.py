@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from gpuckpt.inspect import processes
 from gpuckpt.inspect.processes import Proc
@@ -21,8 +22,8 @@ PINNING_FILES = {
 _NCCL_SOCKET = re.compile(r"@tmp/nccl-socket-(\d+)-(\w+)")
 
 
-def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT) -> list[Hazard]:
-    """Hazards that one process carries alone."""
+def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT, communicators: Collection[int] | None = None) -> list[Hazard]:
+    """Hazards that one process carries alone. *communicators*: its ranks in those that its agent can suspend, None without one."""
     found = []
     if proc.stopped:
         found.append(
@@ -55,7 +56,18 @@ def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT) -> 
                 )
             )
     ranks = nccl_ranks(process.pid, targets)
-    if ranks:
+    if ranks and communicators is not None and (unknown := _beyond(ranks, communicators)):
+        found.append(
+            Hazard(
+                "nccl-communicator",
+                f"pid {process.pid} has a live NCCL communicator (rank {', '.join(unknown)}) that its agent does not know: "
+                "the driver would checkpoint it and never restore it",
+                "make it known to the agent, or destroy it before the suspend",
+                process.pid,
+                acceptable=True,
+            )
+        )
+    elif ranks and communicators is None:
         found.append(
             Hazard(
                 "nccl-communicator",
@@ -69,21 +81,67 @@ def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT) -> 
     return found
 
 
-def possible_imports(group: Mapping[int, GpuProcess], related: Mapping[int, Mapping[int, str]]) -> list[Hazard]:
-    """One hazard a process for which another related CUDA process exists. *related*: pid -> related CUDA pids -> how."""
+def _beyond(seen: Iterable[str], known: Collection[int]) -> list[str]:
+    """Ranks among *seen* sockets that no communicator in *known* accounts for."""
+    rest = [str(r) for r in known]
+    beyond = []
+    for rank in seen:
+        if rank in rest:
+            rest.remove(rank)
+        else:
+            beyond.append(rank)
+    return beyond
+
+
+def unvouched(process: GpuProcess, words: str) -> Hazard:
+    """What an agent names that cannot be suspended."""
+    return Hazard("possible-import", f"pid {process.pid}: {words}", "start the job without it (gpuckpt env)", process.pid, acceptable=True)
+
+
+def incomplete(communicators: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Hazard]:
+    """A hazard for each communicator of which ranks are outside of the group. *communicators*: pid -> what its agent describes."""
+    inside: dict[str, dict[int, int]] = {}
+    sizes: dict[str, int] = {}
+    for pid, described in sorted(communicators.items()):
+        for c in described:
+            inside.setdefault(c["name"], {})[c["rank"]] = pid
+            sizes[c["name"]] = c["size"]
+    found = []
+    for name, ranks in sorted(inside.items()):
+        missing = [r for r in range(sizes[name]) if r not in ranks]
+        if missing:
+            found.append(
+                Hazard(
+                    "nccl-communicator",
+                    f"communicator {name} of pid {next(iter(ranks.values()))} reaches outside of this group: "
+                    f"rank {', '.join(map(str, missing))} of {sizes[name]} is not in it, or has no agent",
+                    "name a process of the whole job, without --no-tree",
+                    next(iter(ranks.values())),
+                )
+            )
+    return found
+
+
+def possible_imports(
+    group: Mapping[int, GpuProcess], related: Mapping[int, Mapping[int, str]], agents: Collection[int] = ()
+) -> list[Hazard]:
+    """One hazard a process for which another related CUDA process exists. *related*: pid -> related CUDA pids -> how.
+    *agents*: pids that have an agent; where some have, those without are named."""
     found = []
     for pid in sorted(group):
         others = related.get(pid, {})
         if others:
             named = ", ".join(f"{p} (same {how})" for p, how in sorted(others.items())[:8])
             outside = sorted(set(others) - set(group))
+            without = [p for p in (pid, *sorted(others)) if p not in agents]
+            missing = f" pid {', '.join(map(str, without))} has no agent." if agents and without else ""
             also = f"; name {' '.join(map(str, outside))} too, or leave out --no-tree" if outside else ""
             found.append(
                 Hazard(
                     "possible-import",
                     f"pid {pid} belongs together with {len(others)} more CUDA process{'es' if len(others) > 1 else ''}: {named}. "
                     "If one of them maps GPU memory of another, the driver would checkpoint it and never restore it, "
-                    "and nothing shows this from outside",
+                    f"and nothing shows this from outside.{missing}",
                     "start the job so that it can vouch for itself (gpuckpt run); or, if you know that they share no GPU memory, "
                     f"add --accept-loss possible-import{also}",
                     pid,

@@ -1,0 +1,65 @@
+"""The agent: what a program lets gpuckpt do inside it, for jobs that the driver alone cannot suspend.
+
+>>> import gpuckpt.agent
+>>> gpuckpt.agent.install()                    # doctest: +SKIP
+>>> for batch in data:                         # doctest: +SKIP
+...     step(batch)
+...     gpuckpt.agent.checkpoint_here()        # costs one look at a flag
+
+or, without a change to the program but for its loop, ``python -m gpuckpt.agent train.py ARGS…``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuckpt.agent.communicators import Communicators
+    from gpuckpt.agent.server import Agent
+
+__all__ = ["checkpoint_here", "install"]
+
+_agent: Agent | None = None
+
+
+def install(communicators: Communicators | None = None) -> None:
+    """Start this process's agent; a second call does nothing. *communicators*: by default, none.
+
+    From now on ``gpuckpt suspend`` may ask the program to stand still at :func:`checkpoint_here`. Forked children have no agent.
+    Raises ``OSError`` where its socket cannot be made.
+    """
+    global _agent  # noqa: PLW0603 - one a process, as a process has one GPU state
+    if _agent is not None:
+        return
+    from gpuckpt.agent import protocol
+    from gpuckpt.agent.communicators import Alone
+    from gpuckpt.agent.server import Agent
+    from gpuckpt.inspect import processes
+
+    me = processes.read(os.getpid())
+    assert me is not None
+    made = Agent(communicators or Alone(), protocol.make_directory(os.geteuid()) / protocol.socket_name(me.pid, me.start_ticks))
+    made.start()
+    _agent = made
+    os.register_at_fork(after_in_child=_forget)
+
+
+def checkpoint_here() -> None:
+    """The program's safe point: call it where no GPU work of another thread is under way, on every rank alike.
+
+    Returns at once unless a suspend waits for the program; then it returns when the process has been resumed, or the suspend given up.
+    """
+    if _agent is not None:
+        _agent.visits += 1
+        if _agent.wanted:
+            _agent.park()
+
+
+def _forget() -> None:
+    global _agent  # noqa: PLW0603
+    if _agent is not None:
+        with contextlib.suppress(OSError):
+            _agent.close_in_child()
+        _agent = None

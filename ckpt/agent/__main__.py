@@ -1,0 +1,21 @@
+"""``python -m gpuckpt.agent SCRIPT ARGS…``: runs SCRIPT as ``python SCRIPT ARGS…`` would, with an agent in it."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from gpuckpt.agent import install
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        raise SystemExit("usage: python -m gpuckpt.agent SCRIPT ARGS…")
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    install()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+main()

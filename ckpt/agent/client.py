@@ -1,0 +1,138 @@
+"""The controller's side: finds the agents of a group, keeps one connection to each for the operation, and makes their calls."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpuckpt.agent import protocol
+from gpuckpt.inspect import processes
+from gpuckpt.model import Call, Outcome, ProcessId, State
+
+#: How long an agent may take to say hello, in seconds: its thread does nothing else.
+HELLO_DEADLINE_S = 2.0
+_ANSWER_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What an agent says of its process: its stage, its communicators, and what it cannot vouch for."""
+
+    stage: State
+    communicators: tuple[dict[str, Any], ...]
+    hazards: tuple[str, ...]
+
+
+@dataclass(eq=False, slots=True)
+class AgentPending:
+    """A call that an agent was asked for. ``release`` leaves it alone: the connection stays, and what it does next is its own affair."""
+
+    call: Call
+    process: ProcessId
+    link: Link
+    caller_pid: int = 0
+    outcome: Outcome | None = None
+
+    @property
+    def sock(self) -> socket.socket:
+        return self.link.sock
+
+    def receive(self) -> None:
+        answer = self.link.answer()
+        if answer is not None:
+            self.outcome = Outcome(f"agent:{answer['result']}" if answer["result"] != "SUCCESS" else "SUCCESS", message=answer["message"])
+
+    def keep(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One connection. While it is open before *disarm*, the agent knows that its controller lives."""
+
+    sock: socket.socket
+    received: bytes = b""
+
+    def ask(self, call: str, **more: Any) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.send(protocol.encode({"version": protocol.VERSION, "call": call, **more}))
+
+    def answer(self) -> dict[str, Any] | None:
+        """The answer, once it is whole; a lost connection answers for itself."""
+        try:
+            data = self.sock.recv(_ANSWER_MAX_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            return {"result": "VANISHED", "message": "the agent ended", "stage": State.RUNNING}
+        self.received += data
+        line, found, self.received = self.received.partition(b"\n")
+        if not found:
+            self.received = line
+            return None
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+@dataclass(slots=True)
+class Agents:
+    """The agents that this controller talks to."""
+
+    links: dict[ProcessId, Link] = field(default_factory=dict)
+
+    def hello(self, process: ProcessId) -> Hello | None:
+        """What *process*'s agent says of it; None if it has none, or none that answers in time and can be trusted."""
+        link = self._connect(process)
+        if link is None:
+            return None
+        link.ask("hello")
+        link.sock.settimeout(HELLO_DEADLINE_S)
+        until, answer = time.monotonic() + HELLO_DEADLINE_S, None
+        while answer is None and time.monotonic() < until:
+            answer = link.answer()
+        link.sock.settimeout(None)
+        if answer is None or answer["result"] != "SUCCESS":
+            self.links.pop(process).sock.close()
+            return None
+        return Hello(State(answer["stage"]), tuple(answer["communicators"]), tuple(answer["hazards"]))
+
+    def start(self, call: Call, process: ProcessId, operation: str, timeout_s: float) -> AgentPending:
+        """Ask *process*'s agent for *call*."""
+        link = self._connect(process)
+        if link is None:
+            gone = Link(socket.socketpair()[0])
+            return AgentPending(call, process, gone, outcome=Outcome("agent:VANISHED", message="the agent does not answer"))
+        link.ask(call, operation=operation, seconds=timeout_s)
+        return AgentPending(call, process, link)
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.sock.close()
+        self.links.clear()
+
+    def _connect(self, process: ProcessId) -> Link | None:
+        if process in self.links:
+            return self.links[process]
+        uid = processes.uid_of(process.pid)
+        path = protocol.find(process, uid)
+        if path is None:
+            return None
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(str(path))
+            pid, peer, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        except OSError:
+            sock.close()
+            return None
+        if pid != process.pid or peer != uid or os.geteuid() not in (0, uid):
+            sock.close()  # somebody else listens in its place
+            return None
+        self.links[process] = Link(sock)
+        return self.links[process]

@@ -1,0 +1,51 @@
+"""What an agent asks of the program that it lives in: its communicators, and its GPU work."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Communicators(Protocol):
+    """The process's own side of GPU communication. All but ``describe`` run on the program's own thread, at its safe point.
+
+    A failure is an exception whose text is for people. ``suspend`` and ``resume`` are collective: every rank, the same order.
+    """
+
+    def describe(self) -> list[dict[str, Any]]:
+        """One ``{"name", "rank", "size"}`` for each communicator of more than one rank."""
+        ...
+
+    def hazards(self) -> list[str]:
+        """What would keep an import alive and cannot be suspended, with its cure; empty when this agent vouches for the process."""
+        ...
+
+    def synchronise(self) -> None:
+        """Return when no GPU work of the process is in flight."""
+        ...
+
+    def suspend(self) -> None: ...
+
+    def resume(self) -> None:
+        """Bring every communicator back and prove it: a collective over rank-distinct data."""
+        ...
+
+
+class Alone:
+    """A process without communicators, whose GPU work torch knows (if it is there)."""
+
+    def describe(self) -> list[dict[str, Any]]:
+        return []
+
+    def hazards(self) -> list[str]:
+        return []
+
+    def synchronise(self) -> None:
+        import sys
+
+        torch = sys.modules.get("torch")  # found, never imported by us first
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def suspend(self) -> None: ...
+
+    def resume(self) -> None: ...

@@ -1,0 +1,78 @@
+"""What controller and agent say to each other: where the socket is, the calls, the stages of a process that has an agent.
+
+One JSON object a line. A request names a call, the operation and the seconds that are left; its answer has a ``result`` ("SUCCESS",
+"NOT_READY", "ILLEGAL_STATE", "FAILED"), the ``stage`` that the agent is in now, and words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from gpuckpt.model import ProcessId, State
+
+VERSION = 1
+
+#: Agent call -> (stage it needs, stage it leads to). The way down, and the way back.
+MOVES: dict[str, tuple[State, State]] = {
+    "quiesce": (State.RUNNING, State.QUIESCED),
+    "comms": (State.QUIESCED, State.COMMS_SUSPENDED),
+    "disarm": (State.COMMS_SUSPENDED, State.DISARMED),
+    "arm": (State.DISARMED, State.COMMS_SUSPENDED),
+    "comms-resume": (State.COMMS_SUSPENDED, State.QUIESCED),
+    "unquiesce": (State.QUIESCED, State.RUNNING),
+}
+
+
+def directory(uid: int) -> Path:
+    """Where agents of *uid* have their sockets, as they see it: the same place in every container, however TMPDIR is set."""
+    return Path(f"/tmp/gpuckpt-agents-{uid}")  # noqa: S108 - 0700, and both sides check whose it is
+
+
+def socket_name(pid: int, start_ticks: int) -> str:
+    """*pid* as the process itself sees it."""
+    return f"{pid}-{start_ticks:x}.sock"
+
+
+def make_directory(uid: int) -> Path:
+    """Raises ``OSError`` where somebody else has put something in its place."""
+    path = directory(uid)
+    path.mkdir(mode=0o700, exist_ok=True)
+    check_directory(path, uid)
+    return path
+
+
+def check_directory(path: Path, uid: int) -> None:
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid or found.st_mode & 0o077:
+        raise PermissionError(f"{path} is not a private directory of uid {uid}")
+
+
+def find(process: ProcessId, uid: int) -> Path | None:
+    """The socket of *process*'s agent as we reach it, also into a container; None if it has none that can be trusted."""
+    root = Path(f"/proc/{process.pid}/root")
+    place = root / directory(uid).relative_to("/")
+    try:
+        own_pid = _own_pid(process.pid)
+        path = place / socket_name(own_pid, process.start_ticks)
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return None
+        check_directory(place, uid)
+    except (OSError, ValueError):
+        return None
+    return path
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _own_pid(pid: int) -> int:
+    """*pid* in its own, innermost namespace."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return pid

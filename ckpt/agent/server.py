@@ -1,0 +1,217 @@
+"""The agent: a thread in the program that carries messages. GPU and NCCL work runs on the program's own thread, at its safe point.
+
+Stages (``protocol.MOVES``): running → quiesced (the program stands at its safe point) → communicators suspended → disarmed.
+A controller that vanishes before *disarm* leaves a process that goes back by itself, on every rank; after it nothing happens
+until a controller comes, since from then on the process may be locked, checkpointed, or on another GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpuckpt.agent import protocol
+from gpuckpt.agent.communicators import Communicators
+from gpuckpt.model import State
+
+_REQUEST_MAX_BYTES = 1 << 16
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    sock: socket.socket
+    received: bytes = b""
+    asked: str = ""  # the call that this connection waits for
+    until: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Agent:
+    """One a process. ``wanted`` is the only thing that the program's loop reads while nothing goes on."""
+
+    communicators: Communicators
+    path: Path
+    wanted: bool = False
+    stage: State = State.RUNNING
+    operation: str = ""
+    visits: int = 0  # how often the program has come to its safe point
+    _owner: _Connection | None = None
+    _connections: list[_Connection] = field(default_factory=list)
+    _jobs: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = field(default_factory=queue.SimpleQueue)
+    _done: queue.SimpleQueue[tuple[str, str]] = field(default_factory=queue.SimpleQueue)  # (call, error words or "")
+    _running: str = ""  # the job that the program's thread has been given
+    _listener: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
+    _woken: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
+
+    def start(self) -> None:
+        """Listen. Raises ``OSError`` where the socket cannot be made."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()  # of a dead process with our pid and start time: of nobody
+        self._listener.bind(str(self.path))
+        self.path.chmod(0o600)
+        self._listener.listen(8)
+        threading.Thread(target=self._serve, name="gpuckpt-agent", daemon=True).start()
+
+    def close_in_child(self) -> None:
+        """After a fork the child has no agent: it must not answer in its parent's name."""
+        for sock in (self._listener, *self._woken, *(c.sock for c in self._connections)):
+            with contextlib.suppress(OSError):
+                sock.close()
+
+    # The program's thread.
+
+    def park(self) -> None:
+        """Stand at the safe point, doing what the operation needs done on this thread, until it ends."""
+        self.communicators.synchronise()
+        self._finish("quiesce", "")
+        while job := self._jobs.get():
+            call, work = job
+            try:
+                work()
+                self._finish(call, "")
+            except Exception as e:  # noqa: BLE001 - the controller must hear of it, the program must not
+                self._finish(call, f"{type(e).__name__}: {e}")
+
+    def _finish(self, call: str, error: str) -> None:
+        self._done.put((call, error))
+        self._wake()
+
+    # The agent's thread.
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ, None)
+            selector.register(self._woken[0], selectors.EVENT_READ, None)
+            while True:
+                waits = [c.until for c in self._connections if c.asked == "quiesce"]
+                for key, _ in selector.select(max(0.0, min(waits) - time.monotonic()) if waits else None):
+                    if key.fileobj is self._listener:
+                        if connection := self._accept():
+                            selector.register(connection.sock, selectors.EVENT_READ, connection)
+                    elif key.fileobj is self._woken[0]:
+                        self._woken[0].recv(4096)
+                    elif not self._read(key.data):
+                        selector.unregister(key.data.sock)
+                        self._lost(key.data)
+                self._collect()
+                self._expire()
+
+    def _accept(self) -> _Connection | None:
+        sock, _ = self._listener.accept()
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid not in (0, os.geteuid()):
+            sock.close()
+            return None
+        connection = _Connection(sock)
+        self._connections.append(connection)
+        return connection
+
+    def _read(self, connection: _Connection) -> bool:
+        try:
+            data = connection.sock.recv(_REQUEST_MAX_BYTES)
+        except OSError:
+            data = b""
+        connection.received += data
+        while b"\n" in connection.received:
+            line, _, connection.received = connection.received.partition(b"\n")
+            try:
+                self._handle(connection, json.loads(line))
+            except (ValueError, KeyError, TypeError) as e:
+                self._answer(connection, "FAILED", f"not a request: {e}")
+        return bool(data) and len(connection.received) < _REQUEST_MAX_BYTES
+
+    def _handle(self, connection: _Connection, request: dict[str, Any]) -> None:
+        call, operation = request["call"], request.get("operation", "")
+        if call == "hello":
+            self._answer(connection, "SUCCESS", "", communicators=self.communicators.describe(), hazards=self.communicators.hazards())
+            return
+        if request.get("version") != protocol.VERSION or call not in protocol.MOVES:
+            self._answer(connection, "FAILED", f"this agent speaks version {protocol.VERSION} and does not know {call!r}")
+            return
+        needs, leads = protocol.MOVES[call]
+        if self.stage is not needs or self._running or (self.wanted and call == "quiesce"):
+            self._answer(connection, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {self.stage}")
+            return
+        if self._owner is not connection and self._owner is not None and call != "arm":
+            self._answer(connection, "ILLEGAL_STATE", "another controller is at work on this process")
+            return
+        self._owner, self.operation = connection, operation
+        connection.asked, connection.until = call, time.monotonic() + float(request["seconds"])
+        if call == "quiesce":
+            self.wanted = True  # the program's thread answers, when it comes to its safe point
+        elif call in ("comms", "comms-resume"):
+            self._give(call, self.communicators.suspend if call == "comms" else self.communicators.resume)
+        else:
+            self.stage = leads
+            if call == "unquiesce":
+                self._release()
+            self._finish(call, "")
+
+    def _give(self, call: str, work: Callable[[], None]) -> None:
+        self._running = call
+        self._jobs.put((call, work))
+
+    def _collect(self) -> None:
+        """Take in what the program's thread has done."""
+        while not self._done.empty():
+            call, error = self._done.get()
+            self._running = ""
+            if not error and call in ("quiesce", "comms", "comms-resume"):
+                self.stage = protocol.MOVES[call][1]
+            owner = self._owner
+            if owner is not None and owner.asked == call:
+                self._answer(owner, "FAILED" if error else "SUCCESS", error)
+                if call == "unquiesce":
+                    self._owner = None
+            elif owner is None:
+                self._go_back()
+
+    def _expire(self) -> None:
+        """A program that has not come to its safe point in time goes on as if nobody had asked."""
+        for connection in self._connections:
+            if connection.asked == "quiesce" and self.stage is State.RUNNING and time.monotonic() >= connection.until:
+                self._release()
+                self._owner = None
+                seen = "has not come to" if self.visits else "never came to"
+                self._answer(connection, "NOT_READY", f"the program {seen} its safe point (gpuckpt.agent.checkpoint_here())")
+
+    def _lost(self, connection: _Connection) -> None:
+        self._connections.remove(connection)
+        connection.sock.close()
+        if connection is self._owner:
+            self._owner = None
+            if not self._running:
+                self._go_back()
+
+    def _go_back(self) -> None:
+        """Nobody is at work on us any more. Every rank sees the same, so the collective way back completes."""
+        if self.stage is State.COMMS_SUSPENDED:
+            self._give("comms-resume", self.communicators.resume)
+        elif self.stage is State.QUIESCED or (self.stage is State.RUNNING and self.wanted):
+            self.stage = State.RUNNING
+            self._release()
+
+    def _release(self) -> None:
+        self.wanted = False
+        self._jobs.put(None)
+
+    def _answer(self, connection: _Connection, result: str, words: str, **more: Any) -> None:
+        connection.asked = ""
+        answer = {"version": protocol.VERSION, "result": result, "stage": self.stage, "message": words, "visits": self.visits, **more}
+        with contextlib.suppress(OSError):
+            connection.sock.send(protocol.encode(answer))
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._woken[1].send(b"x")

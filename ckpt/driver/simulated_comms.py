@@ -1,0 +1,62 @@
+"""A simulated communicator: collective like the real one, and while it is not suspended a restore of its process is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from gpuckpt.driver.simulated_store import SimulatedWorldDir
+
+#: How long a rank waits for the others before the simulated collective fails, in seconds.
+COLLECTIVE_TIMEOUT_S = 20.0
+
+
+class SimulatedCommunicator:
+    """Rank *rank* of *size* in communicator *name*: an agent's :class:`~gpuckpt.agent.communicators.Communicators`."""
+
+    def __init__(self, world: SimulatedWorldDir, pid: int, name: str, rank: int, size: int) -> None:
+        self.world, self.pid, self.name, self.rank, self.size = world, pid, name, rank, size
+        self._meetings = 0
+        with world.transaction() as machine:
+            machine.rules.processes[pid].traits.add("communicator")
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{"name": self.name, "rank": self.rank, "size": self.size}]
+
+    def hazards(self) -> list[str]:
+        return []
+
+    def synchronise(self) -> None:
+        with self.world.cuda_call(self.pid):
+            pass
+
+    def suspend(self) -> None:
+        self._meet("suspend")
+        with self.world.transaction() as machine:
+            machine.rules.processes[self.pid].traits.discard("communicator")
+
+    def resume(self) -> None:
+        with self.world.cuda_call(self.pid):  # touches the GPU: it needs a process that is restored and unlocked
+            pass
+        self._meet("resume")
+        with self.world.transaction() as machine:
+            machine.rules.processes[self.pid].traits.add("communicator")
+
+    def _meet(self, what: str) -> None:
+        """Return when every rank has come, in the same order of meetings. Faults of the calls "comms" and "comms-resume" act here."""
+        fault = self.world.take_fault("comms" if what == "suspend" else "comms-resume", self.pid)
+        if fault and fault.hang:
+            threading.Event().wait()
+        if fault and fault.result:
+            raise RuntimeError(f"{what} of communicator {self.name}: {fault.result}")
+        self._meetings += 1
+        place = Path(self.world.path) / "comms" / f"{self.name}-{self._meetings}-{what}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / str(self.rank)).touch()
+        until = time.monotonic() + COLLECTIVE_TIMEOUT_S
+        while len(list(place.iterdir())) < self.size:
+            if time.monotonic() > until:
+                raise TimeoutError(f"{what} of communicator {self.name}: only {len(list(place.iterdir()))} of {self.size} ranks came")
+            time.sleep(0.005)

@@ -1,0 +1,235 @@
+"""Jobs of several ranks with agents, on simulated GPUs: all steps on all ranks, and every way that one of them can fail."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpuckpt.agent import protocol
+from gpuckpt.agent.client import Agents
+from gpuckpt.driver.simulated import SimulatedDriver
+from gpuckpt.inspect import processes
+from gpuckpt.model import Call, State
+from tests.conftest import eventually
+
+if TYPE_CHECKING:
+    from tests.conftest import Machine, Target
+
+
+def job(machine: Machine, ranks: int = 4, agents: int | None = None) -> list[Target]:
+    """*ranks* processes with one communicator, the first *agents* of them with an agent."""
+    with_agent = ranks if agents is None else agents
+    return machine.job(
+        *(("--gpu", str(r % 4), "--nccl-socket", *(("--agent", "tp", str(r), str(ranks)) if r < with_agent else ())) for r in range(ranks))
+    )
+
+
+def states(machine: Machine, targets: list[Target]) -> set[State]:
+    driver = SimulatedDriver(machine.world.path)
+    return {driver.state(t.pid) for t in targets}
+
+
+def stages(targets: list[Target]) -> set[str]:
+    """What the agents say of themselves, asked as anybody may."""
+    agents = Agents()
+    try:
+        hellos = [agents.hello(processes.read(t.pid).id) for t in targets]
+    finally:
+        agents.close()
+    return {h.stage for h in hellos if h}
+
+
+def whole(targets: list[Target]) -> bool:
+    return all(t.unharmed() for t in targets)
+
+
+def test_a_job_of_eight_ranks_and_back(machine4: Machine) -> None:
+    ranks = job(machine4, 8)
+    for _ in range(3):
+        down = machine4.gpuckpt("suspend", ranks[3].pid)
+        assert down.code == 0, down
+        assert [s["name"] for s in down.document["steps"] if s["name"] not in ("inspect", "re-inspect", "verify")] == [
+            "quiesce",
+            "comms",
+            "disarm",
+            "lock",
+            "checkpoint",
+        ]
+        assert {p["state"] for p in down.document["processes"]} == {"suspended"}
+        up = machine4.gpuckpt("resume", ranks[5].pid)
+        assert up.code == 0, up
+        assert [s["name"] for s in up.document["steps"] if s["name"] not in ("inspect", "room")] == [
+            "restore",
+            "unlock",
+            "arm",
+            "comms-resume",
+            "unquiesce",
+        ]
+        assert whole(ranks)
+
+
+def test_one_rank_alone_is_refused(machine4: Machine) -> None:
+    """NVIDIA/cuda-checkpoint#47: one of two ranks was checkpointed alone and could not be restored."""
+    ranks = job(machine4)
+    result = machine4.gpuckpt("suspend", "--no-tree", ranks[1].pid)
+    assert (result.code, result.error["code"]) == (6, "nccl-communicator")
+    assert "rank 0, 2, 3 of 4 is not in it" in result.error["message"]
+    assert states(machine4, ranks) == {State.RUNNING}
+
+
+def test_a_rank_without_an_agent_is_named(machine4: Machine) -> None:
+    ranks = job(machine4, 4, agents=3)
+    result = machine4.gpuckpt("suspend", ranks[0].pid)
+    assert result.code == 6
+    assert str(ranks[3].pid) in result.error["message"]
+    assert whole(ranks)
+
+
+def test_a_program_that_never_comes_to_its_safe_point(machine4: Machine) -> None:
+    ranks = job(machine4)
+    machine4.world.make_busy(ranks[2].pid, 3.0)
+    ranks[2].tell("check")  # stands in a CUDA call for three seconds
+    result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "500ms")
+    assert result.code == 124, result
+    assert str(ranks[2].pid) in result.error["message"]
+    ranks[2]._line()
+    assert whole(ranks)
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+
+
+@pytest.mark.parametrize("call", ["comms", "comms-resume"])
+def test_communicators_that_break_are_named_lost(machine4: Machine, call: str) -> None:
+    ranks = job(machine4)
+    if call == "comms-resume":
+        assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+    for r in ranks:
+        machine4.world.add_fault(call, pid=r.pid, result="INTERNAL_ERROR")
+    result = machine4.gpuckpt("suspend" if call == "comms" else "resume", ranks[0].pid)
+    assert (result.code, result.error["code"]) == (3, "lost"), result
+    assert "communicators" in result.error["message"]
+    assert "lost" in {p["state"] for p in result.document["processes"]}
+
+
+def test_a_rank_that_hangs_in_its_communicators(machine4: Machine) -> None:
+    ranks = job(machine4)
+    machine4.world.add_fault("comms", pid=ranks[1].pid, hang=True)
+    result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "1s")
+    assert (result.code, result.error["code"]) == (3, "in-flight"), result
+    assert states(machine4, ranks) == {State.RUNNING}
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint"])
+def test_a_failure_after_disarm_takes_the_whole_job_back(machine4: Machine, call: str) -> None:
+    ranks = job(machine4)
+    machine4.world.add_fault(call, pid=ranks[3].pid, result="UNKNOWN")
+    result = machine4.gpuckpt("suspend", ranks[0].pid)
+    assert result.code == 1, result
+    assert whole(ranks)
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+
+
+@pytest.mark.parametrize("step", ["quiesce", "comms"])
+def test_a_controller_killed_before_disarm_is_not_missed(machine4: Machine, step: str) -> None:
+    ranks = job(machine4)
+    if step == "quiesce":
+        machine4.world.make_busy(ranks[2].pid, 1.0)
+        ranks[2].tell("check")
+    else:
+        machine4.world.add_fault("comms", pid=ranks[2].pid, delay_s=0.5)
+    running = machine4.begin("suspend", ranks[0].pid)
+    eventually(lambda: {"quiesced", "comms-suspended"} & stages(ranks), "an agent has begun")
+    running.process.kill()
+    running.end()
+    if step == "quiesce":
+        ranks[2]._line()
+    eventually(lambda: stages(ranks) == {"running"}, "every rank goes back by itself")
+    assert machine4.gpuckpt("recover").code == 0
+    assert whole(ranks)
+
+
+def test_a_controller_killed_after_disarm_is_waited_for(machine4: Machine) -> None:
+    ranks = job(machine4)
+    machine4.slow(0.5)
+    running = machine4.begin("suspend", ranks[0].pid)
+    eventually(lambda: ranks[0].under_way(Call.CHECKPOINT), "the checkpoint begins")
+    running.process.kill()
+    running.end()
+    eventually(lambda: not machine4.world.peek().operations, "the driver completes what was begun")
+    assert stages(ranks) == {State.DISARMED}
+    assert machine4.gpuckpt("recover").code == 0
+    assert machine4.gpuckpt("resume", ranks[0].pid).code == 0
+    assert stages(ranks) == {State.RUNNING}
+    assert whole(ranks)
+
+
+def test_a_rank_that_dies_while_suspended(machine4: Machine) -> None:
+    ranks = job(machine4)
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+    ranks[2].kill()
+    result = machine4.gpuckpt("resume", ranks[0].pid, "--timeout", "2s")
+    assert result.code == 3  # the others cannot meet without it
+    named = {p["pid"]: p["state"] for p in result.document["processes"]}
+    assert named[ranks[2].pid] == "gone"
+
+
+def test_no_room_for_one_rank_restores_none(machine4: Machine) -> None:
+    ranks = job(machine4)
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+    filler = machine4.target("--gpu", "3", "--gib", "79.5")
+    result = machine4.gpuckpt("resume", ranks[0].pid)
+    assert (result.code, result.error["code"]) == (6, "gpu-memory")
+    assert states(machine4, ranks) == {State.CHECKPOINTED}
+    filler.kill()
+    assert machine4.gpuckpt("resume", ranks[0].pid, "--wait", "5s").code == 0
+    assert whole(ranks)
+
+
+def test_nobody_else_answers_for_a_process(machine4: Machine) -> None:
+    """A socket in the agent's place, listened on by another process, is not its agent."""
+    target = machine4.target()
+    place = protocol.make_directory(os.geteuid())
+    ticks = processes.read(target.pid).start_ticks
+    with socket.socket(socket.AF_UNIX) as impostor:
+        path = place / protocol.socket_name(target.pid, ticks)
+        impostor.bind(str(path))
+        impostor.listen()
+        try:
+            plan = machine4.gpuckpt("suspend", "--dry-run", target.pid).document["plan"]
+        finally:
+            path.unlink()
+    assert [s["name"] for s in plan["steps"]] == ["lock", "checkpoint"]
+
+
+PROGRAM = """
+import os, sys, threading
+import gpuckpt.agent
+before = dict(os.environ), threading.active_count()
+gpuckpt.agent.checkpoint_here()  # without an agent: nothing
+assert (dict(os.environ), threading.active_count()) == before
+gpuckpt.agent.install()
+gpuckpt.agent.install()
+assert threading.active_count() == 2
+if os.fork() == 0:
+    gpuckpt.agent.checkpoint_here()
+    os._exit(0 if gpuckpt.agent._agent is None else 1)
+assert os.wait()[1] == 0
+assert not {"torch", "cuda", "pynvml"} & set(sys.modules)
+"""
+
+
+def test_an_agent_is_one_thread_and_stays_behind_at_a_fork() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], check=True)
+
+
+def test_a_script_runs_under_an_agent_as_it_would_alone(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys, gpuckpt.agent as a; print(__name__, sys.argv[1:], sys.path[0], a._agent is not None)")
+    out = subprocess.run(
+        [sys.executable, "-m", "gpuckpt.agent", str(script), "--lr", "1"], check=True, capture_output=True, text=True
+    ).stdout
+    assert out.strip() == f"__main__ ['--lr', '1'] {tmp_path} True"
