@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +261,7 @@ def _vllm(modules: Mapping[str, Any], hazards: list[Hazard]) -> Iterator[_Candid
             hazards.append(_hazard(f"vLLM's group {name} does not tell which NCCL it calls", REGISTER))
             continue
         # vLLM sends a small all-reduce through each when it makes it
-        yield _Candidate("vllm", name, pointer, lambda dll=dll: nccl.of(dll), True, pynccl)
+        yield _Candidate("vllm", name, pointer, partial(nccl.of, dll), True, pynccl)
 
 
 def vllm_groups(modules: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -107,13 +107,15 @@ class Library:
         return MemoryStats(values[0], bool(values[1]), values[2], values[3])
 
     def suspend(self, communicator: int) -> None:
-        """Collective: returns when every rank has called it. Nothing may be in flight, and nothing may use *communicator* until it resumes."""
-        self._settle(
-            self._call("ncclCommSuspend", ctypes.c_void_p(communicator), ctypes.c_int(SUSPEND_MEM)), "ncclCommSuspend", communicator
-        )
+        """Collective: returns when every rank has called it.
+
+        Nothing may be in flight, and until it resumes nothing may use *communicator*: NCCL does not guard it, the GPU faults.
+        """
+        result = self._call("ncclCommSuspend", ctypes.c_void_p(communicator), ctypes.c_int(SUSPEND_MEM))
+        self._settle(result, "ncclCommSuspend", communicator)
 
     def resume(self, communicator: int) -> None:
-        """Collective. NCCL answers success also where it could not map a peer's memory again: prove it with a collective."""
+        """Collective. NCCL answers success also where it could not map a peer's memory again: :mod:`gpuckpt.nccl.verify` tells."""
         self._settle(self._call("ncclCommResume", ctypes.c_void_p(communicator)), "ncclCommResume", communicator)
 
     def all_reduce(self, communicator: int, send: int, receive: int, count: int, stream: int) -> None:
