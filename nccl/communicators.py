@@ -2,6 +2,9 @@
 
 It only looks into modules that the program itself has imported: torch's process groups, vLLM's PyNccl communicators, and what the
 program registered. Call it where the program runs its own work, on the thread whose CUDA device is the program's.
+
+torch 2.12 and newer can suspend a backend itself (``backend.suspend()``). That is not used: the same call on the communicator's pointer
+works from torch 2.9 on, lets the GIL go while ranks wait for one another, and is proven on the very communicator that was suspended.
 """
 
 from __future__ import annotations
