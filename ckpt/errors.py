@@ -39,6 +39,17 @@ class DriverError(GpuckptError):
     code = "driver-error"
 
 
+class NcclCallFailed(GpuckptError):
+    """A call into NCCL failed. ``function`` and ``result`` (an ``ncclResult_t``) say which and how."""
+
+    code = "nccl-call-failed"
+
+    def __init__(self, message: str, *, function: str = "", result: int = 0, **concerns: Any) -> None:
+        super().__init__(message, **concerns)
+        self.function = function
+        self.result = result
+
+
 class Aborted(GpuckptError):
     """The group changed while we worked (a CUDA process was born, one died); everything left is as it was found."""
 
@@ -73,6 +84,12 @@ class Lost(GpuckptError):
 
     code = "lost"
     exit_code = 3
+
+
+class CommunicatorBroken(Lost):
+    """A communicator is neither usable nor suspended: its suspend broke half-way, or it does not work after its resume."""
+
+    code = "communicator-broken"
 
 
 class InFlight(GpuckptError):

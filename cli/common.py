@@ -30,6 +30,7 @@ ONLY_OF: dict[str, dict[str, Any]] = {
     "is-suspended": {"gpus": [], "suspended": None},
     "recover": {"recovered": []},
     "doctor": {"checks": []},
+    "env": {"environment": {}},
     "demo": {"gpu_bytes": None, "host_bytes": None, "same_answer": None, "suspend_seconds": None, "resume_seconds": None},
 }
 

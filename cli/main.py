@@ -18,6 +18,7 @@ COMMANDS = {
     "is-suspended": ("status", "Exit 0 if suspended, 1 if not."),
     "recover": ("recover", "After a crash: finish or undo what was left in the middle."),
     "doctor": ("doctor", "Can this machine suspend, safely and fast?"),
+    "env": ("env", "The environment that a job on several GPUs must start with."),
     "demo": ("demo", "Half a minute that shows it all."),
     "completion": ("completion", "Print a shell completion script."),
 }

@@ -20,6 +20,7 @@ import pytest
 
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 from gpuckpt.model import GIB, Call, State
+from tests.nccl_programs import compile_fakes, program
 
 COMMAND = str(Path(sys.executable).parent / "gpuckpt")
 SIMTARGET = [sys.executable, "-m", "gpuckpt.driver.simtarget"]
@@ -309,3 +310,15 @@ def _letter(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+@pytest.fixture(scope="session")
+def nccl_fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the fake copies of libnccl."""
+    return compile_fakes(tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.fixture
+def nccl_run(nccl_fakes: Path, tmp_path: Path) -> Callable[..., Any]:
+    """Runs a program with the fake copies of libnccl; keywords are its environment."""
+    return lambda code, **environ: program(nccl_fakes, tmp_path / "nccl.log", code, environ)

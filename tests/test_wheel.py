@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = {"ckpt": "gpuckpt", "cli": "gpuckpt/cli"}
-PACKAGES = {"gpuckpt", "gpuckpt/cli", "gpuckpt/doctor", "gpuckpt/driver", "gpuckpt/inspect"}
+SOURCES = {"ckpt": "gpuckpt", "cli": "gpuckpt/cli", "nccl": "gpuckpt/nccl"}
+PACKAGES = {"gpuckpt", "gpuckpt/cli", "gpuckpt/doctor", "gpuckpt/driver", "gpuckpt/inspect", "gpuckpt/nccl"}
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
 
 
@@ -21,7 +21,7 @@ BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta
 def tree(tmp_path: Path) -> Path:
     """What git has of this tree: building beside a build/ of old, or in the tree itself, would tell of other things."""
     copy = tmp_path / "tree"
-    for part in ("ckpt", "cli", "tests", "benchmarks", "docs"):
+    for part in ("ckpt", "cli", "nccl", "tests", "benchmarks", "docs"):
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / part, copy / part)
