@@ -25,7 +25,7 @@ _agent: Agent | None = None
 
 
 def install(communicators: Communicators | None = None) -> None:
-    """Start this process's agent; a second call does nothing. *communicators*: by default, none.
+    """Start this process's agent; a second call does nothing. *communicators*: by default, those of torch and vLLM.
 
     From now on ``gpuckpt suspend`` may ask the program to stand still at :func:`checkpoint_here`. Forked children have no agent.
     Raises ``OSError`` where its socket cannot be made.
@@ -34,13 +34,13 @@ def install(communicators: Communicators | None = None) -> None:
     if _agent is not None:
         return
     from gpuckpt.agent import protocol
-    from gpuckpt.agent.communicators import Alone
+    from gpuckpt.agent.nccl import NcclCommunicators
     from gpuckpt.agent.server import Agent
     from gpuckpt.inspect import processes
 
     me = processes.read(os.getpid())
     assert me is not None
-    made = Agent(communicators or Alone(), protocol.make_directory(os.geteuid()) / protocol.socket_name(me.pid, me.start_ticks))
+    made = Agent(communicators or NcclCommunicators(), protocol.make_directory(os.geteuid()) / protocol.socket_name(me.pid, me.start_ticks))
     made.start()
     _agent = made
     os.register_at_fork(after_in_child=_forget)

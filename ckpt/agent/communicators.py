@@ -28,24 +28,3 @@ class Communicators(Protocol):
     def resume(self) -> None:
         """Bring every communicator back and prove it: a collective over rank-distinct data."""
         ...
-
-
-class Alone:
-    """A process without communicators, whose GPU work torch knows (if it is there)."""
-
-    def describe(self) -> list[dict[str, Any]]:
-        return []
-
-    def hazards(self) -> list[str]:
-        return []
-
-    def synchronise(self) -> None:
-        import sys
-
-        torch = sys.modules.get("torch")  # found, never imported by us first
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-
-    def suspend(self) -> None: ...
-
-    def resume(self) -> None: ...

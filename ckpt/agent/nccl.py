@@ -1,0 +1,59 @@
+"""The communicators of a real program: those that torch, vLLM or a registration show, through :mod:`gpuckpt.nccl`.
+
+Not yet run on GPUs: tested against doubles of NCCL, torch and vLLM.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuckpt.nccl.communicators import Communicator
+
+#: How long the collective that proves a resumed communicator may take, in seconds.
+VERIFY_DEADLINE_S = 30.0
+
+
+class NcclCommunicators:
+    """An agent's :class:`~gpuckpt.agent.communicators.Communicators`. A process without communicators has nothing to suspend."""
+
+    def __init__(self) -> None:
+        self._suspended: tuple[Communicator, ...] = ()
+
+    def describe(self) -> list[dict[str, Any]]:
+        from gpuckpt.nccl.communicators import listing
+
+        known = self._suspended or listing().communicators
+        return [{"name": c.label, "rank": c.rank, "size": c.size} for c in known]
+
+    def hazards(self) -> list[str]:
+        """While suspended nothing is looked at: the communicators must not be touched."""
+        if self._suspended:
+            return []
+        from gpuckpt.nccl.communicators import listing
+        from gpuckpt.nccl.hazards import hazards
+
+        seen = listing()
+        return [f"{h.message} ({h.hint})" for h in (*seen.hazards, *hazards(seen.communicators))]
+
+    def synchronise(self) -> None:
+        torch = sys.modules.get("torch")  # found, never imported by us first
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def suspend(self) -> None:
+        from gpuckpt.nccl import suspend
+        from gpuckpt.nccl.communicators import listing
+
+        outcome = suspend.suspend(listing().communicators)
+        self._suspended = outcome.done  # what was found suspended belongs to its owner, and stays so
+        outcome.raise_for_error()
+
+    def resume(self) -> None:
+        from gpuckpt.nccl import suspend
+        from gpuckpt.nccl.verify import verify
+
+        suspend.resume(self._suspended).raise_for_error()
+        verify(self._suspended, VERIFY_DEADLINE_S)
+        self._suspended = ()

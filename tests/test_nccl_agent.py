@@ -1,0 +1,51 @@
+"""What an agent does with the communicators of a real program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Run = Callable[..., Any]
+
+BEGIN = """
+import gpuckpt.nccl.verify as v
+from gpuckpt.agent.nccl import NcclCommunicators
+from gpuckpt.nccl.communicators import register
+verified = []
+v.verify = lambda communicators, deadline_s: verified.extend(c.label for c in communicators)
+new = opened("new/libnccl.so.2")
+"""
+
+
+def test_a_program_without_communicators(nccl_run: Run) -> None:
+    out = nccl_run(
+        BEGIN
+        + """
+a = NcclCommunicators()
+out["seen"] = [a.describe(), a.hazards()]
+a.synchronise(), a.suspend(), a.resume()
+out["verified"] = verified
+"""
+    )
+    assert out == {"seen": [[], []], "verified": []}
+
+
+def test_suspended_resumed_and_proven(nccl_run: Run) -> None:
+    out = nccl_run(
+        BEGIN
+        + """
+for name in "ab":
+    c = communicator(new, name, carried=True)
+    register(c.pointer, c.library.path, name=name, carried=True)
+a = NcclCommunicators()
+out["seen"] = a.describe()
+a.suspend()
+out["while"] = a.describe() == out["seen"], a.hazards()
+a.resume()
+out["verified"], out["calls"] = verified, calls()
+"""
+    )
+    assert [c["name"] for c in out["seen"]] == ["registered:a", "registered:b"]
+    assert out["while"] == [True, []]
+    assert out["verified"] == ["registered:a", "registered:b"]
+    assert [c.split()[1] for c in out["calls"] if "Suspend" in c or "Resume" in c] == ["ncclCommSuspend"] * 2 + ["ncclCommResume"] * 2
