@@ -98,7 +98,9 @@ class Journal:
     def prepare(self) -> None:
         """Make the directory (mode 0700) and try a write, so that an operation fails before it acts and not after."""
         try:
-            self._groups.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            for place in (self.directory, self._groups):
+                place.mkdir(mode=0o700, exist_ok=True)
             probe = self._groups / f".probe-{os.getpid()}"
             probe.write_bytes(b"x")
             probe.unlink()

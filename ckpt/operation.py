@@ -72,6 +72,13 @@ class Operation(Group):
                 self.release()  # another command was at it while we waited
                 self.check_deadline("inspect")
             if record is None:
+                here = {g.uuid for p in inventory.processes for g in p.gpus}
+                if not {*(wished or {}).values(), to_gpu} - {""} <= here:
+                    raise errors.Usage(
+                        f"pid {targets[0]} is running: a process changes its GPU only while it is suspended",
+                        hint=f"gpuckpt suspend {targets[0]}, then resume it with --gpu",
+                        pid=targets[0],
+                    )
                 return self._already(inventory)
             self.record = record
             self.look()

@@ -46,7 +46,9 @@ class Walk:
         timeout_s: float | None = None,
         accept: frozenset[str] = frozenset(),
         tell: Callable[[Progress], None] | None = None,
+        watch: bool = True,
     ) -> None:
+        """*tell* hears of each step; with *watch* of the bytes on the GPUs too, four times a second."""
         self.world = world
         self.command = command
         self.accept = accept
@@ -56,6 +58,7 @@ class Walk:
         self.record: Record | None = None
         self.now: dict[ProcessId, State] = {}
         self._tell = tell
+        self._watch = watch and tell is not None
         self._begun = world.now()
         self._timeout_s = timeout_s
         self.deadline = self._begun + (timeout_s if timeout_s is not None else plan.default_timeout_s(0))
@@ -135,7 +138,7 @@ class Walk:
                 self.say(
                     phase.call, f"stopping: the driver cannot be interrupted in a {phase.call}; waiting for it (Ctrl-C again: leave it)"
                 )
-            world.wait(waiting, min(limit, world.now() + 0.25) if self._tell else limit)
+            world.wait(waiting, min(limit, world.now() + 0.25) if self._watch else limit)
             self.say(phase.call)
         return not_made + [f for process, call in calls.items() if (f := self._result(phase.call, process, call, limit, gpu_map))]
 
@@ -316,7 +319,7 @@ class Walk:
         if self._tell is None:
             return
         now = start = None
-        if self.record is not None and not message:
+        if self._watch and self.record is not None and not message:
             on = {g.uuid for m in self.record.members for g in m.gpus}
             start = sum(g.nbytes or 0 for m in self.record.members for g in m.gpus)
             used, others = self.usage()

@@ -13,13 +13,14 @@ MOVING = {"checkpoint": "leaving the GPU", "restore": "returning to the GPU"}
 
 
 class Bar:
-    """Hands ``tell`` to an operation. ``tell`` is None where nobody looks, so that nothing is measured for nobody."""
+    """Hands ``tell`` and ``watch`` to an operation: a bar where somebody looks, elsewhere only what must be said."""
 
     def __init__(self, quiet: bool) -> None:
         self._shown: Any = None
         self._task: Any = None
         self._said = ""
-        self.tell = None if quiet or not sys.stderr.isatty() else self._told
+        self.watch = not quiet and sys.stderr.isatty()
+        self.tell = None if quiet else self._told if self.watch else self._said_once
 
     def __enter__(self) -> Bar:
         return self
@@ -27,6 +28,11 @@ class Bar:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._shown is not None:
             self._shown.stop()
+
+    def _said_once(self, progress: Progress) -> None:
+        if progress.message and progress.message != self._said:
+            self._said = progress.message
+            print(progress.message, file=sys.stderr, flush=True)
 
     def _told(self, progress: Progress) -> None:
         from rich.console import Console

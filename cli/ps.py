@@ -108,7 +108,12 @@ def picture(seen: Overview, *, simulated: bool) -> Group:
     for g in seen.gpus:
         used = None if g.total_bytes is None or g.free_bytes is None else g.total_bytes - g.free_bytes
         words = Text("lost: it fell off the bus", "red") if g.lost else Text(f"{size(used)} of {size(g.total_bytes)} used")
-        gpus.add_row(Text(f"GPU {g.index}", "bold"), g.name + (" (simulated)" if simulated else ""), words, Text(g.uuid, "dim"))
+        gpus.add_row(
+            Text(f"GPU {g.index}", "bold"),
+            g.name + (" (simulated)" if simulated and "imulated" not in g.name else ""),
+            words,
+            Text(g.uuid, "dim"),
+        )
     index = {g.uuid: g.index for g in seen.gpus}
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, right in (("PID", True), ("NAME", False), ("USER", False), ("STATE", False), ("GPU MEMORY", False), ("HOST", True)):

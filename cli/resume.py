@@ -47,7 +47,7 @@ def resume(
         wished, to_gpu = _wished(gpus)
         with LocalWorld(command="resume") as world, world.interruptible(), Bar(as_json) as bar:
             kind = Preview if dry_run else Operation
-            operation = kind(world, "resume", timeout_s=timeout_s, tell=bar.tell)
+            operation = kind(world, "resume", timeout_s=timeout_s, tell=bar.tell, watch=bar.watch)
             return operation.resume(pids(targets), wished=wished, to_gpu=to_gpu, wait_s=wait_s or 0.0)
 
     execute("resume", as_json, body, show_plan if dry_run else show)

@@ -45,7 +45,7 @@ def suspend(
 
         with LocalWorld() as world, world.interruptible(), Bar(as_json) as bar:
             kind = Preview if dry_run else Operation
-            operation = kind(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=bar.tell)
+            operation = kind(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=bar.tell, watch=bar.watch)
             return operation.suspend(pids(targets), tree=not no_tree)
 
     execute("suspend", as_json, body, show_plan if dry_run else show)

@@ -73,7 +73,7 @@ def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT, com
                 "nccl-communicator",
                 f"pid {process.pid} has a live NCCL communicator (rank {', '.join(ranks)}): "
                 "the driver would checkpoint it and never restore it",
-                "start the job so that gpuckpt can suspend its communicators (gpuckpt run), or destroy them before the suspend",
+                "start the job with an agent, which can suspend them (docs/multi-gpu.md), or destroy them before the suspend",
                 process.pid,
                 acceptable=True,
             )
@@ -142,8 +142,8 @@ def possible_imports(
                     f"pid {pid} belongs together with {len(others)} more CUDA process{'es' if len(others) > 1 else ''}: {named}. "
                     "If one of them maps GPU memory of another, the driver would checkpoint it and never restore it, "
                     f"and nothing shows this from outside.{missing}",
-                    "start the job so that it can vouch for itself (gpuckpt run); or, if you know that they share no GPU memory, "
-                    f"add --accept-loss possible-import{also}",
+                    "start the job with an agent, which can vouch for it (docs/multi-gpu.md); "
+                    f"or, if you know that they share no GPU memory, add --accept-loss possible-import{also}",
                     pid,
                     acceptable=True,
                 )
