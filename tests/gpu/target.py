@@ -7,7 +7,9 @@ import json
 import os
 import sys
 
-import torch
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")  # each captured graph has a workspace of its own
+
+import torch  # noqa: E402
 
 gib, mode = float(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "plain"
 torch.cuda.set_device(int(sys.argv[3]) if len(sys.argv) > 3 else 0)

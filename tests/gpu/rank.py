@@ -1,0 +1,56 @@
+"""One rank of a torch.distributed job with an agent: eager and graph-captured sums on three groups. Answers lines on stdin."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+
+import torch
+import torch.distributed as dist
+
+import gpuckpt.agent
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(rank)
+dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+groups = [dist.group.WORLD, dist.new_group(list(range(size)), backend="nccl")]
+x = torch.arange(1 << 22, device="cuda", dtype=torch.float32) % 1000 * (rank + 1)
+weights = torch.randint(0, 2**31 - 1, (1 << 28,), device="cuda", dtype=torch.int32)
+buffers = [torch.zeros_like(x) for _ in groups]
+for g, y in zip(groups, buffers, strict=True):
+    for _ in range(3):
+        y.copy_(x)
+        dist.all_reduce(y, group=g)
+torch.cuda.synchronize()
+small, out = torch.ones(1024, device="cuda") * (rank + 1), torch.zeros(1024, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out.copy_(small)
+    dist.all_reduce(out)
+    out.mul_(2)
+
+
+def check() -> dict[str, object]:
+    sums = []
+    for g, y in zip(groups, buffers, strict=True):
+        y.copy_(x)
+        dist.all_reduce(y, group=g)
+        torch.cuda.synchronize()
+        sums.append(float(y.double().sum().item()))
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    return {"pid": os.getpid(), "sums": sums, "graph": float(out.sum().item()), "weights": int(weights.sum(dtype=torch.int64).item())}
+
+
+gpuckpt.agent.install()
+print(json.dumps(check()), flush=True)
+while True:
+    while not select.select([sys.stdin], [], [], 0.02)[0]:
+        gpuckpt.agent.checkpoint_here()
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)
+    print(json.dumps(check()), flush=True)

@@ -1,0 +1,79 @@
+"""A torch.distributed job of N ranks (default 2): suspended and resumed as one, answers exact. usage: two_ranks.py [CYCLES] [N]
+
+Needs NCCL 2.29.7 or newer in torch's place, and one GPU a rank. An un-suspended job without agents must be refused, not lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from lab import HERE, Results, gpuckpt, slope, state, used_mib
+
+cycles, n = int(sys.argv[1]) if len(sys.argv) > 1 else 20, int(sys.argv[2]) if len(sys.argv) > 2 else 2
+r = Results("two_ranks")
+environment = json.loads(subprocess.run(["gpuckpt", "env", "--json"], capture_output=True, text=True, check=True).stdout)["environment"]
+
+
+class Rank:
+    def __init__(self, rank: int) -> None:
+        env = {**os.environ, **environment, "RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+        self.p = subprocess.Popen([sys.executable, str(HERE / "rank.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.pid = self.p.pid
+
+    def send(self) -> None:
+        self.p.stdin.write("check\n")  # type: ignore[union-attr]
+        self.p.stdin.flush()  # type: ignore[union-attr]
+
+    def read(self) -> dict[str, Any]:
+        while True:
+            line = self.p.stdout.readline()  # type: ignore[union-attr]
+            if not line:
+                return {"ended": self.p.poll()}
+            if line.startswith("{"):
+                return json.loads(line)
+
+
+def ask(ranks: list[Rank]) -> list[dict[str, Any]]:
+    for x in ranks:
+        x.send()
+    return [x.read() for x in ranks]
+
+
+ranks = [Rank(i) for i in range(n)]
+try:
+    first = [x.read() for x in ranks]
+    r.check("the job runs", all("sums" in f for f in first), first)
+    code, plan, _ = gpuckpt("suspend", ranks[0].pid, "--dry-run")
+    r.check("dry run: every rank, agent steps", code == 0 and not plan["plan"]["refused"], [plan.get("plan"), plan.get("hazards")])
+    code, doc, _ = gpuckpt("suspend", "--no-tree", ranks[1].pid)
+    r.check("one rank alone is refused, and not lost", code == 6 and state(ranks[1].pid) == "RUNNING", doc.get("error"))
+    rows = []
+    for i in range(cycles):
+        code, down, wall = gpuckpt("suspend", ranks[i % n].pid)
+        row: dict[str, Any] = {"suspend": code, "suspend_wall_s": wall, "left_mib": [used_mib(g) for g in range(n)]}
+        row["down_steps"] = {s["name"]: s["seconds"] for s in down.get("steps", [])}
+        if code:
+            r.check(f"cycle {i}", False, down.get("error"))
+            break
+        code, up, wall = gpuckpt("resume", ranks[0].pid)
+        row |= {"resume": code, "resume_wall_s": wall, "up_steps": {s["name"]: s["seconds"] for s in up.get("steps", [])}}
+        row["exact"] = code == 0 and ask(ranks) == first
+        row["running_mib"] = [used_mib(g) for g in range(n)]
+        rows.append(row)
+        r.note("cycles", rows)
+        print(i, row, up.get("error"), flush=True)
+        if not row["exact"]:
+            break
+    r.check(f"{cycles} cycles, every sum exact", len(rows) == cycles and all(x["exact"] for x in rows))
+    r.check("0 MiB on every GPU while suspended", all(not any(x["left_mib"]) for x in rows), [x["left_mib"] for x in rows])
+    if len(rows) > 4:
+        r.note("slope_running_mib", slope([float(x["running_mib"][0]) for x in rows[2:]]))
+finally:
+    for x in ranks:
+        x.p.kill()
+        x.p.wait()
+r.finish()
