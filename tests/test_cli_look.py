@@ -69,7 +69,7 @@ def test_the_table(machine: Machine) -> None:
     machine.gpuckpt("suspend", two.pid)
     lines = machine.gpuckpt("ps", json=False).stdout.splitlines()
     assert "4.0 GiB of 80.0 GiB used" in lines[0]
-    assert "(simulated)" in lines[0]
+    assert "Simulated GPU" in lines[0]
     header, *rows = [re.split(r"\s{2,}", line.strip()) for line in lines[2:]]
     assert header[:6] == ["PID", "NAME", "USER", "STATE", "GPU MEMORY", "HOST"]
     by_pid = {int(r[0].split()[0]): " ".join(r) for r in rows}

@@ -136,7 +136,7 @@ def test_several_cuda_processes_are_a_possible_import(machine: Machine) -> None:
     parent = machine.target("--spawn", "2")
     result = machine.gpuckpt("suspend", parent.pid)
     assert (result.code, result.error["code"]) == (6, "possible-import")
-    assert "gpuckpt run" in result.error["hint"]
+    assert result.error["message"].startswith('start it with agents (eval "$(gpuckpt env)"')
     assert "--accept-loss possible-import" in result.error["hint"]
     for child in parent.children:
         assert str(child) in result.error["message"]

@@ -139,11 +139,11 @@ def possible_imports(
             found.append(
                 Hazard(
                     "possible-import",
+                    'start it with agents (eval "$(gpuckpt env)", docs/multi-gpu.md) and this job can be suspended as a whole. As it is, '
                     f"pid {pid} belongs together with {len(others)} more CUDA process{'es' if len(others) > 1 else ''}: {named}. "
                     "If one of them maps GPU memory of another, the driver would checkpoint it and never restore it, "
                     f"and nothing shows this from outside.{missing}",
-                    "start the job with an agent, which can vouch for it (docs/multi-gpu.md); "
-                    f"or, if you know that they share no GPU memory, add --accept-loss possible-import{also}",
+                    f"agents; or, if you know that they share no GPU memory, add --accept-loss possible-import{also}",
                     pid,
                     acceptable=True,
                 )
