@@ -207,8 +207,8 @@ class Walk:
         if outcome.result == "agent:NOT_READY":
             hint = "a longer --timeout, or call gpuckpt.agent.checkpoint_here() in its loop"
             return errors.Deadline(f"{who}: {outcome.message}; it goes on running", hint=hint, **where)
-        if call in (Call.COMMS, Call.COMMS_RESUME) and outcome.result == "agent:FAILED":
-            what = "suspend" if call is Call.COMMS else "resume and verify"
+        if call in (Call.COMMS, Call.COMMS_RESUME, Call.UNQUIESCE) and outcome.result == "agent:FAILED":
+            what = "resume and verify" if call is Call.COMMS_RESUME else "suspend"
             hint = f"end the job and start it again: kill {process}"
             return errors.Lost(f"{who} could not {what} its communicators: {outcome.message}", hint=hint, **where)
         cls = errors.Busy if call is Call.QUIESCE else errors.InFlight

@@ -20,6 +20,8 @@ from gpuckpt.model import GIB, Call, Outcome, ProcessId, State
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from tests.memory_agents import Agent
+
 QUICK_S = 0.01  # a lock or unlock
 SLOW_S = 1.0  # a checkpoint or restore
 
@@ -133,6 +135,7 @@ class Machine:
     records: dict[str, Record] = field(default_factory=dict)
     queues: dict[int, list[DriverCall]] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)  # pid -> number of its group
+    agents: dict[int, Agent] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     busy_until: dict[int, float] = field(default_factory=dict)
     may_be_lost: set[int] = field(default_factory=set)  # by a failure that the schedule put there
@@ -299,6 +302,17 @@ class Machine:
             gpu.memory_query = "ok"
         self.journal_full = False
         self.run(math.inf)
+
+    def state(self, pid: int) -> State:
+        """The driver's word, and while it runs its agent's."""
+        state = self.rules.processes[pid].state
+        return self.agents[pid].stage if state is State.RUNNING and pid in self.agents else state
+
+    def note_agent(self, call: DriverCall) -> None:
+        """A process is about to be locked or checkpointed: its agent must have made it ready."""
+        agent = self.agents.get(call.process.pid)
+        if agent and agent.stage is not State.DISARMED and call.process.pid in self.rules.processes:
+            self.wrongs.append(f"{call.call} of {call.process} while its agent says {agent.stage}")
 
     def note_restore(self, call: DriverCall) -> None:
         """A restore is about to be called: is there room, and nobody else at it?"""

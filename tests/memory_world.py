@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from gpuckpt import errors
 from gpuckpt.driver.api import CallError
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, Inventory, ProcessId, State
+from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, Inventory, Outcome, ProcessId, State
+from tests.memory_agents import AgentCall
 from tests.memory_machine import PLAIN, Claim, DriverCall, Fault, Machine
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ class MemoryWorld:
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(id_.pid, {}).items())),
                 machine.rules.processes[id_.pid].image_bytes,
                 id_.pid in machine.stopped,
+                id_.pid in machine.agents,
             )
             for id_, state in states.items()
             if id_.pid in machine.rules.processes
@@ -186,9 +188,22 @@ class MemoryWorld:
         )
         if call is Call.RESTORE:
             self.machine.note_restore(pending)
+        elif call in (Call.LOCK, Call.CHECKPOINT):
+            self.machine.note_agent(pending)
         self._calls.append(pending)
         self.machine.enqueue(pending)
         return pending
+
+    def ask(self, call: Call, process: ProcessId, *, operation: str, timeout_s: float) -> AgentCall:
+        self.point(f"ask {call}")
+        fault = self._faults.get(self._started, PLAIN)
+        self._started += 1
+        asked = AgentCall(call, process)
+        if process.pid in self.machine.rules.processes:
+            self.machine.agents[process.pid].ask(asked, self, fault, timeout_s)
+        else:
+            asked.outcome = Outcome("agent:VANISHED")
+        return asked
 
     # Claims.
 
@@ -227,7 +242,7 @@ class MemoryWorld:
         asked = [p for p in processes if p.pid not in machine.stopped]
         self._pass(self.now() + STATE_DEADLINE_S, lambda: all(answers(p) for p in asked))
         known = machine.rules.processes
-        return {p: State.GONE if p.pid not in known else known[p.pid].state if answers(p) else State.BLOCKED for p in processes}
+        return {p: State.GONE if p.pid not in known else machine.state(p.pid) if answers(p) else State.BLOCKED for p in processes}
 
     def _gpus(self) -> tuple[Gpu, ...]:
         rules = self.machine.rules
@@ -255,6 +270,8 @@ class MemoryWorld:
     def _leave(self) -> None:
         for call in self._calls:
             call.release()
+        for agent in self.machine.agents.values():
+            agent.lose(self)
         for claim in list(self.machine.claims.values()):
             claim.drop(self)
 

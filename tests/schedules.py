@@ -11,6 +11,7 @@ from gpuckpt.errors import GpuckptError, exit_code
 from gpuckpt.model import GIB, Report, State
 from gpuckpt.operation import Operation
 from gpuckpt.recovery import recover_all
+from tests.memory_agents import Agent
 from tests.memory_machine import Fault, Machine
 from tests.memory_world import Crash, MemoryWorld
 
@@ -31,6 +32,7 @@ class Proc:
     found: State = State.RUNNING
     trait: str = ""
     busy_s: float = 0.0
+    agent: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class Player:
                 continue
             machine.groups[pid] = p.group
             machine.busy_until[pid] = p.busy_s
+            if p.agent and p.found is State.RUNNING:
+                machine.agents[pid] = Agent(machine, pid)
             if p.found is not State.RUNNING:
                 machine.rules.lock(pid)
             if p.found is State.CHECKPOINTED and "managed" not in p.trait:
@@ -137,7 +141,7 @@ class Player:
         return Played(step, code, reports, before, self.states(), self.disturbed, world.points, error)
 
     def states(self) -> dict[int, State]:
-        return {p.pid: p.state for p in self.machine.rules.processes.values() if p.pid < 9000}
+        return {pid: self.machine.state(pid) for pid in self.machine.rules.processes if pid < 9000}
 
     def recover(self) -> Played:
         return self.play(Step("recover"))
@@ -213,6 +217,14 @@ class Player:
 SECONDS = st.sampled_from([0.0, 0.005, 0.5, 1.5, 5.0, 100.0])
 
 
+def ranks() -> st.SearchStrategy[tuple[Proc, ...]]:
+    """Jobs of processes with agents, among them one without."""
+    one = st.builds(
+        Proc, gpus=st.sampled_from([(0,), (1,), (2,)]), busy_s=st.sampled_from([0.0, 0.0, 2.0]), agent=st.sampled_from([True] * 5 + [False])
+    )
+    return st.lists(one, min_size=1, max_size=4).map(tuple)
+
+
 def processes() -> st.SearchStrategy[tuple[Proc, ...]]:
     one = st.builds(
         Proc,
@@ -260,5 +272,9 @@ def steps(commands: str, longest: int) -> st.SearchStrategy[tuple[Step, ...]]:
     return st.lists(one, min_size=1, max_size=longest).map(tuple)
 
 
-def schedules(commands: str = "suspend resume recover", longest: int = 3) -> st.SearchStrategy[Schedule]:
-    return st.builds(Schedule, processes(), steps(commands, longest), st.integers(1, 3), st.sampled_from([ROOMY_GIB, TIGHT_GIB]))
+def schedules(
+    commands: str = "suspend resume recover", longest: int = 3, who: st.SearchStrategy[tuple[Proc, ...]] | None = None
+) -> st.SearchStrategy[Schedule]:
+    return st.builds(
+        Schedule, processes() if who is None else who, steps(commands, longest), st.integers(1, 3), st.sampled_from([ROOMY_GIB, TIGHT_GIB])
+    )

@@ -51,6 +51,7 @@ class Agent:
     _jobs: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = field(default_factory=queue.SimpleQueue)
     _done: queue.SimpleQueue[tuple[str, str]] = field(default_factory=queue.SimpleQueue)  # (call, error words or "")
     _running: str = ""  # the job that the program's thread has been given
+    _broken: str = ""  # how its communicators failed: it stays where it is until a controller has heard of it
     _listener: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
     _woken: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
 
@@ -154,9 +155,11 @@ class Agent:
             self._give(call, self.communicators.suspend if call == "comms" else self.communicators.resume)
         else:
             self.stage = leads
-            if call == "unquiesce":
+            words = ""
+            if call == "unquiesce":  # the program goes on, and finds out for itself; the controller must not think that all is well
+                words, self._broken = self._broken, ""
                 self._release()
-            self._finish(call, "")
+            self._finish(call, words)
 
     def _give(self, call: str, work: Callable[[], None]) -> None:
         self._running = call
@@ -167,6 +170,8 @@ class Agent:
         while not self._done.empty():
             call, error = self._done.get()
             self._running = ""
+            if call in ("comms", "comms-resume"):
+                self._broken = error
             if not error and call in ("quiesce", "comms", "comms-resume"):
                 self.stage = protocol.MOVES[call][1]
             owner = self._owner
@@ -196,6 +201,8 @@ class Agent:
 
     def _go_back(self) -> None:
         """Nobody is at work on us any more. Every rank sees the same, so the collective way back completes."""
+        if self._broken:
+            return
         if self.stage is State.COMMS_SUSPENDED:
             self._give("comms-resume", self.communicators.resume)
         elif self.stage is State.QUIESCED or (self.stage is State.RUNNING and self.wanted):
