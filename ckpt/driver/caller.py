@@ -135,8 +135,9 @@ class Callers:
             assert self._control is not None
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                socket.send_fds(self._control, [request], [theirs.fileno(), *claims])
-                hello = ours.recv(_MESSAGE_BYTES) if _drop(theirs) else b""
+                with theirs:
+                    socket.send_fds(self._control, [request], [theirs.fileno(), *claims])
+                hello = ours.recv(_MESSAGE_BYTES)
             except OSError:
                 hello = b""
             if hello:
@@ -186,11 +187,6 @@ def _keep_only(fd: int) -> None:
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     os.close(null)
-
-
-def _drop(sock: socket.socket) -> bool:
-    sock.close()
-    return True
 
 
 def _receive(pending: Pending) -> None:
