@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from gpuckpt.driver import caller
+from gpuckpt.driver.api import CallError
+from gpuckpt.errors import DriverTooOld
 from gpuckpt.image import preload
 from gpuckpt.image.preload import Unavailable, Verdict
 from gpuckpt.model import ProcessId
@@ -406,6 +409,60 @@ def test_a_static_program_runs_without_it(tmp_path: Path) -> None:
     if subprocess.run(["gcc", "-static", "-o", tmp_path / "static", source], capture_output=True, check=False).returncode != 0:
         pytest.skip("no static C library here")
     assert subprocess.check_output([tmp_path / "static"], env=preload.environment()) == b"runs\n"
+
+
+# A checkpoint by gpuckpt.
+
+
+class Backend:
+    """A driver whose checkpoint has the program map an image."""
+
+    def __init__(self, program: Program, **answers: Exception) -> None:
+        self.program, self.answers, self.found = program, answers, Mapped(0, 0)
+
+    def restore_thread(self, pid: int) -> int:
+        assert pid == self.program.pid
+        if "restore_thread" in self.answers:
+            raise self.answers["restore_thread"]
+        return self.program.restore_tid
+
+    def checkpoint(self, pid: int) -> None:
+        assert pid == self.program.pid
+        self.found = self.program.map()
+        if "checkpoint" in self.answers:
+            raise self.answers["checkpoint"]
+
+
+def test_a_checkpoint_is_announced_while_it_lasts(start: Start) -> None:
+    program = start()
+    backend = Backend(program)
+    caller._checkpoint(backend, program.id)  # type: ignore[arg-type]
+    assert is_image(backend.found)
+    assert (program.result.operation, len(program.result.images)) == (0, 1)
+    assert is_plain(program.map())
+
+
+def test_a_checkpoint_that_fails_is_withdrawn_too(start: Start) -> None:
+    program = start()
+    with pytest.raises(CallError, match="UNKNOWN"):
+        caller._checkpoint(Backend(program, checkpoint=CallError("checkpoint", "UNKNOWN")), program.id)  # type: ignore[arg-type]
+    assert program.result.operation == 0
+
+
+@pytest.mark.parametrize("error", [CallError("restore-thread", "NOT_SUPPORTED"), DriverTooOld("no such function")])
+def test_a_restore_thread_that_cannot_be_had_keeps_no_checkpoint(start: Start, error: Exception) -> None:
+    program = start()
+    backend = Backend(program, restore_thread=error)
+    caller._checkpoint(backend, program.id)  # type: ignore[arg-type]
+    assert is_plain(backend.found)
+
+
+def test_a_program_without_the_library_is_not_asked(folder: Path) -> None:
+    program = Program(folder, dict(os.environ))
+    backend = Backend(program, restore_thread=AssertionError("asked"))
+    caller._checkpoint(backend, program.id)  # type: ignore[arg-type]
+    assert is_plain(backend.found)
+    program.end()
 
 
 # The other side.
