@@ -317,6 +317,7 @@ def test_storms(start: Start, storm: str, announced: bool) -> None:
         program.announce()
     *address, failures = program.ask(storm)
     assert failures == "0"
+    assert {i.verdict for i in program.result.images} <= {Verdict.FAST}
     if address:
         assert program.look(int(address[0], 16), 0, 0).altered is announced
     else:
@@ -380,6 +381,26 @@ def test_where_the_library_cannot_be_seen_only_the_loader_says_so(tmp_path: Path
     assert all("ld.so" in line for line in ran.stderr.splitlines())
 
 
+def test_beside_a_library_that_the_machine_preloads(start: Start, folder: Path, tmp_path: Path) -> None:
+    """By /etc/ld.so.preload, which the loader takes after LD_PRELOAD."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can lay one out")
+    script = tmp_path / "with-preload"
+    upper, work = tmp_path / "tmpfs/upper", tmp_path / "tmpfs/work"
+    upper.parent.mkdir()
+    script.write_text(
+        f"#!/bin/sh\nset -e\nmount -t tmpfs none {upper.parent}\nmkdir {upper} {work}\necho {folder}/mmap.so > {upper}/ld.so.preload\n"
+        f'mount -t overlay none -o lowerdir=/etc,upperdir={upper},workdir={work} /etc\nexec "$@"\n'
+    )
+    script.chmod(0o755)
+    if subprocess.run(["unshare", "-m", script, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("no overlay can be mounted here")
+    program = start(("unshare", "-m", str(script)))
+    program.announce()
+    assert is_image(program.map())
+    assert program.end().count("interposed") == 1
+
+
 def test_it_needs_no_newer_c_library_than_the_oldest_in_use() -> None:
     """A container that inherits LD_PRELOAD and sees the file would end at its start."""
     text = subprocess.run(["readelf", "-V", str(preload.library())], capture_output=True, text=True, check=True).stdout
@@ -440,6 +461,14 @@ def test_a_checkpoint_is_announced_while_it_lasts(start: Start) -> None:
     assert is_image(backend.found)
     assert (program.result.operation, len(program.result.images)) == (0, 1)
     assert is_plain(program.map())
+
+
+def test_a_checkpoint_without_it_for_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = start()
+    monkeypatch.setenv("GPUCKPT_PRELOAD", "0")
+    backend = Backend(program)
+    caller._checkpoint(backend, program.id)  # type: ignore[arg-type]
+    assert is_plain(backend.found)
 
 
 def test_a_checkpoint_that_fails_is_withdrawn_too(start: Start) -> None:

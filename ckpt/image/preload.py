@@ -166,8 +166,10 @@ def withdraw(process: ProcessId, operation: int) -> None:
 
 @contextlib.contextmanager
 def announced(process: ProcessId, restore_tid: int) -> Iterator[int]:
-    """Announced meanwhile; 0 where it cannot be."""
+    """Announced meanwhile; 0 where it cannot be, or is not wanted (``GPUCKPT_PRELOAD=0`` here, beside the program's own)."""
     try:
+        if os.environ.get(VARIABLE) == "0":
+            raise Unavailable(f"{VARIABLE}=0")
         operation = announce(process, restore_tid)
     except Unavailable:
         yield 0
