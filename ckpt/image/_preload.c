@@ -46,10 +46,12 @@
 
 /* A program that inherits us may have an older C library, in a container say, and a version of a symbol that it lacks would end it at its
  * start. So no symbol is newer than 2.17, and dlsym, which moved with 2.34, may be missing: then we chain to nobody. */
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
 #if defined(__x86_64__)
 __asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
 #elif defined(__aarch64__)
 __asm__(".symver dlsym, dlsym@GLIBC_2.17");
+#endif
 #endif
 #pragma weak dlsym
 
