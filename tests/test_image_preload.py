@@ -567,6 +567,15 @@ def test_another_version_is_left_alone(start: Start, monkeypatch: pytest.MonkeyP
         program.announce()
 
 
+def test_a_page_that_the_program_overwrote(start: Start) -> None:
+    program = start()
+    program.announce()
+    with preload._page(program.id) as (memory, at):
+        os.pwrite(memory, b"\xff" * 16, at + preload._RESULT_AT)
+    with pytest.raises(Unavailable, match="no sense"):
+        _ = program.result
+
+
 def test_a_stopped_program_can_be_announced_to_and_read(start: Start) -> None:
     program = start()
     os.kill(program.pid, signal.SIGSTOP)

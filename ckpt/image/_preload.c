@@ -191,21 +191,24 @@ static int populate(void *address, size_t nbytes)
     struct crew crew = {.begin = (uintptr_t)address, .end = (uintptr_t)address + nbytes};
     _Atomic int alive[MOST_THREADS - 1]; /* the helper's tid, which the kernel clears when it has ended */
     unsigned helpers = 0, wanted = threads_for(nbytes) - 1;
-    unsigned long all = ~0UL, mask;
+    unsigned long all = ~0UL, mask = 0;
     const int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_PARENT_SETTID |
                       CLONE_CHILD_CLEARTID;
     atomic_init(&crew.at, crew.begin & ~(CHUNK - 1));
     atomic_init(&crew.error, 0);
-    if (wanted && quietly(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&all, (long)&mask, sizeof all) == 0) {
+    /* Helpers inherit the mask. This thread keeps it until they have ended: they use what lies on its stack, and a handler might jump
+     * out of here. While the kernel populates a mapping by itself, signals wait as well. */
+    int blocked = wanted && quietly(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&all, (long)&mask, sizeof all) == 0;
+    if (blocked)
         for (; helpers < wanted; helpers++) /* no thread to be had, by rlimit, cgroup or seccomp: with fewer */
             if (clone(work, stacks[helpers] + STACK_BYTES, flags, &crew, (pid_t *)&alive[helpers], NULL, (pid_t *)&alive[helpers]) < 0)
                 break;
-        quietly(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&mask, 0, sizeof mask);
-    }
     work(&crew);
     for (unsigned i = 0; i < helpers; i++)
         for (int tid; (tid = atomic_load(&alive[i])) != 0;)
             quietly(SYS_futex, (long)&alive[i], FUTEX_WAIT, tid, 0);
+    if (blocked)
+        quietly(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&mask, 0, sizeof mask);
     page.threads_used = helpers + 1;
     return (int)atomic_load(&crew.error);
 }

@@ -31,6 +31,7 @@ _MAGIC = b"gpuckpt-preload\0"
 _VERSION = 1
 _READY, _OFF = 1, 2
 _ALIGNMENT = 64
+_MOST_DATA_BYTES = 1 << 16  # what a program maps under our name is its own affair, and may be large
 # The page, as in _preload.c.
 _HEAD = struct.Struct("=16sII8x")
 _OPERATION = struct.Struct("=Q")
@@ -191,8 +192,11 @@ def result(process: ProcessId) -> Result:
     (operation,) = _OPERATION.unpack_from(page, _HEAD.size)
     seen, last, tid, count, caller, nbytes, populate_ns, used, huge = _RESULT.unpack_from(page, _RESULT_AT)
     rows = [_IMAGE.unpack_from(page, _IMAGES_AT + i * _IMAGE.size) for i in range(min(count, _MOST_IMAGES))]
-    images = tuple(Image(address, size, Verdict(verdict), error) for address, size, verdict, error in rows)
-    return Result(operation, images, seen, Verdict(last), tid, caller, nbytes, populate_ns / 1e9, used, bool(huge))
+    try:
+        images = tuple(Image(address, size, Verdict(verdict), error) for address, size, verdict, error in rows)
+        return Result(operation, images, seen, Verdict(last), tid, caller, nbytes, populate_ns / 1e9, used, bool(huge))
+    except ValueError as error:  # the program may have overwritten it
+        raise Unavailable(f"what the preload library in pid {process.pid} says makes no sense ({error})") from error
 
 
 def threads(pid: int) -> int:
@@ -230,7 +234,7 @@ def _find(memory: int, pid: int) -> int:
     for start, end, permissions, path in _mappings(pid):
         if permissions == b"rw-p" and Path(os.fsdecode(path)).name.startswith(NAME):
             found = True
-            content = os.pread(memory, end - start, start)
+            content = os.pread(memory, min(end - start, _MOST_DATA_BYTES), start)
             for at in range(0, len(content) - _PAGE_BYTES + 1, _ALIGNMENT):
                 if content.startswith(_MAGIC, at):
                     _, version, state = _HEAD.unpack_from(content, at)
