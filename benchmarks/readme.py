@@ -201,7 +201,9 @@ def preload_cost() -> str:
     ):
         rows.append(f"| {what} | {pairs[name]['without']:,.2f} µs | {pairs[name]['with']:,.2f} µs |")
     rows.append(f"| start and end of `/bin/true` | {found['start_ms']['without']:.2f} ms | {found['start_ms']['with']:.2f} ms |")
-    on = f"{found['rounds']} rounds in turn, on {found['cores']} cores without a GPU, Linux {found['kernel'].split('-')[0]}, {found['date']}"
+    on = (
+        f"{found['rounds']} rounds in turn, on {found['cores']} cores without a GPU, Linux {found['kernel'].split('-')[0]}, {found['date']}"
+    )
     return "\n".join([*rows, "", f"{on} ({source('preload_cost', DOCS)})."])
 
 
