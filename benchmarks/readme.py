@@ -120,6 +120,7 @@ def tested() -> str:
         ("overhead", "the driver's calls and gpuckpt side by side"),
         ("permissions", "who may touch whose process"),
         ("vllm_serve", "`vllm serve` on one GPU, another process on the freed GPU in between"),
+        ("preload", "suspends with the preload library and without it, of a torch process and of a plain C program"),
         ("other_card", "resume on the other card, both ways (two GPUs)"),
     ):
         rows.append(f"| {what} | {outcome(name)} |")
@@ -197,9 +198,30 @@ def permissions() -> str:
     return "\n".join([*rows, "", f"Driver {found['machine']['driver']}, a kernel {yama} ({source('permissions', DOCS)})."])
 
 
+def preload_cost() -> str:
+    """What the preload library costs a program that is awake."""
+    found = result("preload_cost")
+    if found is None:
+        return UNTESTED
+    pairs = found["mmap_and_munmap_us"]
+    rows = ["| awake, nothing announced; median | without | with |", "|---|---|---|"]
+    for name, what in (
+        ("small", "`mmap` and `munmap` of 64 KiB"),
+        ("large", "of 64 MiB, not populated"),
+        ("large_populated", "of 64 MiB, populated"),
+    ):
+        rows.append(f"| {what} | {pairs[name]['without']:,.2f} µs | {pairs[name]['with']:,.2f} µs |")
+    rows.append(f"| start and end of `/bin/true` | {found['start_ms']['without']:.2f} ms | {found['start_ms']['with']:.2f} ms |")
+    on = (
+        f"{found['rounds']} rounds in turn, on {found['cores']} cores without a GPU, Linux {found['kernel'].split('-')[0]}, {found['date']}"
+    )
+    return "\n".join([*rows, "", f"{on} ({source('preload_cost', DOCS)})."])
+
+
 DOCS = "../"
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "tested": tested},
+    "docs/driver-path.md": {"preload-cost": preload_cost},
     "docs/how-it-works.md": {"added": added, "killed": killed},
     "docs/security.md": {"permissions": permissions},
 }

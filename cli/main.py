@@ -17,6 +17,7 @@ COMMANDS = {
     "status": ("status", "How processes are, and what was left in the middle."),
     "is-suspended": ("status", "Exit 0 if suspended, 1 if not."),
     "recover": ("recover", "After a crash: finish or undo what was left in the middle."),
+    "exec": ("exec", "Start a program whose suspends shall be quick."),
     "doctor": ("doctor", "Can this machine suspend, safely and fast?"),
     "env": ("env", "The environment that a job on several GPUs must start with."),
     "demo": ("demo", "Half a minute that shows it all."),

@@ -38,6 +38,11 @@ class Agent:
     owner: object = None
     working: AgentCall | None = None
 
+    @property
+    def unsettled(self) -> bool:
+        """At work, or on its way back from a controller that is gone."""
+        return self.working is not None or (self.owner is None and self.stage in EARLY)
+
     def ask(self, asked: AgentCall, controller: object, fault: Fault, timeout_s: float) -> None:
         needs, _ = MOVES[asked.call]
         if self.working or self.stage is not needs or (self.owner not in (None, controller) and asked.call is not Call.ARM):

@@ -125,7 +125,7 @@ class Player:
         machine = self.machine
         pending = sorted(step.events, key=lambda e: e.point)
         before = self.states()
-        self.disturbed = any(machine.queues.values())
+        self.disturbed = any(machine.queues.values()) or any(a.unsettled for a in machine.agents.values())
 
         def on_point(world: MemoryWorld, number: int) -> None:
             while pending and pending[0].point <= number:

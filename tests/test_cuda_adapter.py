@@ -134,6 +134,13 @@ def test_a_state_that_cannot_be_had(library: Path) -> None:
     ]
 
 
+def test_the_restore_thread(library: Path) -> None:
+    found = outcomes(
+        library, case("restore_thread", 7), case("restore_thread", 7, env={"RESULT_cuCheckpointProcessGetRestoreThreadId": "3"})
+    )
+    assert found == [{"value": 7}, {"call": "restore-thread", "result": "NOT_INITIALIZED"}]
+
+
 def test_lock_timeouts_are_whole_milliseconds_and_never_none(library: Path, tmp_path: Path) -> None:
     timeouts = {0.0: 1, -1.0: 1, 0.0001: 1, 0.001: 1, 1.0: 1000, 1.0005: 1001, 30: 30000, 1e10: 4294967295, float("inf"): 4294967295}
     found = asked(library, tmp_path / "log", *(case("lock", 7, timeout) for timeout in timeouts))

@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {"ckpt": "gpuckpt", "cli": "gpuckpt/cli", "nccl": "gpuckpt/nccl"}
-PACKAGES = {"gpuckpt", "gpuckpt/cli", "gpuckpt/doctor", "gpuckpt/driver", "gpuckpt/inspect", "gpuckpt/agent", "gpuckpt/nccl"}
+PACKAGES = {
+    "gpuckpt",
+    "gpuckpt/agent",
+    "gpuckpt/cli",
+    "gpuckpt/doctor",
+    "gpuckpt/driver",
+    "gpuckpt/image",
+    "gpuckpt/inspect",
+    "gpuckpt/nccl",
+}
+PRELOAD = "gpuckpt/image/libgpuckpt_preload.abi3.so"
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
 
 
@@ -22,7 +32,7 @@ def tree(tmp_path: Path) -> Path:
     """What git has of this tree: building beside a build/ of old, or in the tree itself, would tell of other things."""
     copy = tmp_path / "tree"
     for part in ("ckpt", "cli", "nccl", "tests", "benchmarks", "docs"):
-        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copy(ROOT / part, copy / part)
     return copy
@@ -32,10 +42,18 @@ def test_a_wheel_has_the_package_and_nothing_else(tree: Path) -> None:
     names = _names(_build("wheel", tree))
     metadata = next(n.split("/")[0] for n in names if n.endswith(".dist-info/METADATA"))
     package = {n for n in names if not n.startswith(f"{metadata}/")}
-    assert package == {"gpuckpt/py.typed", *_modules()}
+    assert package == {"gpuckpt/py.typed", PRELOAD, *_modules()}
     assert {n.rpartition("/")[0] for n in package} == PACKAGES
     rest = {n.removeprefix(f"{metadata}/") for n in names - package}
     assert rest == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
+
+
+def test_without_a_compiler_all_but_the_preload_library_is_there(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _names(_build("wheel", tree))
+    for left in ("build", "ckpt/image/libgpuckpt_preload.abi3.so"):
+        subprocess.run(["rm", "-rf", tree / left], check=True)
+    monkeypatch.setenv("CC", "false")
+    assert whole - _names(_build("wheel", tree)) == {PRELOAD}
 
 
 def test_its_entry_point_and_licence(tree: Path) -> None:

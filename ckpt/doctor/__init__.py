@@ -37,6 +37,7 @@ CHECKS: tuple[tuple[str, Callable[[Subject], Iterable[Check]]], ...] = (
     ("memory killers", memory.killers),
     ("Ray", memory.ray),
     ("huge pages", memory.huge_pages),
+    ("preload library", memory.preload_library),
 )
 
 

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING
 
 from gpuckpt.doctor.check import Check, FaultRates, Subject, gib
+from gpuckpt.image import preload
 from gpuckpt.inspect import host
 from gpuckpt.model import GIB, MIB
 
@@ -174,6 +175,25 @@ def huge_pages(subject: Subject) -> Iterator[Check]:
         yield Check(name, "ok", f"madvise (the driver itself does not ask for them; with `always` its images have them too); {measured}")
     else:
         yield Check(name, "ok", f"{setting}; {measured}")
+
+
+def preload_library(subject: Subject) -> Iterator[Check]:
+    """Whether programs can be started with the preload library, and which CUDA processes were."""
+    name = "preload library"
+    have = [pid for pid in subject.processes if subject.mapped(pid, preload.NAME)]
+    told = f"loaded in {', '.join(map(subject.name, have))}" if have else "loaded in no CUDA process"
+    without = len(subject.processes) - len(have)
+    if have and without:
+        told += f", not in {without} other{'s' if without > 1 else ''}"
+    if why := preload.problem():
+        fix = (
+            f"unset {preload.VARIABLE}"
+            if why.startswith(preload.VARIABLE)
+            else "install a C compiler (gcc), then pip install --force-reinstall --no-deps --no-cache-dir gpuckpt from its source"
+        )
+        yield Check(name, "warning", f"none: {why}. Suspends take the driver's own path; {told}", fix)
+    else:
+        yield Check(name, "ok", f"{told}; programs get it by `gpuckpt exec -- COMMAND`")
 
 
 def measure_fault_rates(nbytes: int = MEASURED_BYTES) -> FaultRates:

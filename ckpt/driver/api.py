@@ -43,6 +43,10 @@ class Driver(Protocol):
         """
         ...
 
+    def restore_thread(self, pid: int) -> int:
+        """The thread of *pid* in which the driver works for a checkpoint and a restore."""
+        ...
+
     def lock(self, pid: int, timeout_s: float) -> None:
         """Block new CUDA calls of *pid* and drain its queues. The timeout is rounded up to whole milliseconds, at least 1.
 

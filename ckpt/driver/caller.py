@@ -261,7 +261,7 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
             elif call is Call.LOCK:
                 backend.lock(process.pid, request["timeout_s"])
             elif call is Call.CHECKPOINT:
-                backend.checkpoint(process.pid)
+                _checkpoint(backend, process)
             elif call is Call.RESTORE:
                 backend.restore(process.pid, request["gpu_map"], initialise=request["initialise"])
             else:
@@ -279,6 +279,17 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
         if not wanted and is_same(process):
             with contextlib.suppress(CallError):
                 backend.unlock(process.pid)
+
+
+def _checkpoint(backend: Driver, process: ProcessId) -> None:
+    """Checkpoint; announced to the preload library meanwhile, if *process* has it. Nothing about that may keep the checkpoint."""
+    from gpuckpt.image import preload
+
+    with contextlib.ExitStack() as announced:
+        if preload.loaded(process.pid):
+            with contextlib.suppress(Exception):
+                announced.enter_context(preload.announced(process, backend.restore_thread(process.pid)))
+        backend.checkpoint(process.pid)
 
 
 def _send(reply: socket.socket, answer: dict[str, Any]) -> bool:

@@ -74,6 +74,12 @@ class CudaDriver(Driver):
             raise
         return _STATES.get(int(value), State.UNKNOWN)
 
+    def restore_thread(self, pid: int) -> int:
+        if not hasattr(self._cuda, "cuCheckpointProcessGetRestoreThreadId"):  # of the needed ones it is not
+            raise CallError("restore-thread", "NOT_SUPPORTED")
+        (tid,) = self._call("restore-thread", "cuCheckpointProcessGetRestoreThreadId", pid)
+        return int(tid)
+
     def lock(self, pid: int, timeout_s: float) -> None:
         args = self._cuda.CUcheckpointLockArgs()
         args.timeoutMs = _timeout_ms(timeout_s)

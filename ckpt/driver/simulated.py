@@ -54,6 +54,13 @@ class SimulatedDriver:
                 return found
             time.sleep(POLL_S)
 
+    def restore_thread(self, pid: int) -> int:
+        """The first thread: a simulated process has no driver's."""
+        with self.world.transaction() as world:
+            _need_driver(world)
+            world.rules.state(pid)
+        return pid
+
     def lock(self, pid: int, timeout_s: float) -> None:
         self._call(Call.LOCK, pid, timeout_s=max(1, math.ceil(timeout_s * 1000)) / 1000)
 

@@ -5,6 +5,8 @@ Everything is read below ``root``, so that a test can lay out a machine in a dir
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -104,15 +106,30 @@ def cgroup_levels(pid: int | str, root: Path = ROOT) -> list[CgroupLevel]:
     return [level for level in levels if level.used_bytes() is not None]
 
 
-def _memberships(pid: int | str, root: Path) -> Iterator[tuple[int, str, tuple[Path, ...]]]:
+def cpu_quota(pid: int | str, root: Path = ROOT) -> int:
+    """Whole CPUs that the cgroups of *pid* let it use at a time, rounded up; a very large number without a quota."""
+    quotas = []
+    for _, path, mounts in _memberships(pid, root, controller="cpu"):
+        if ".." in PurePosixPath(path).parts:
+            continue
+        for mount in mounts:
+            for part in _lineage(path, mount, root):
+                directory = mount / part.relative_to("/")
+                words = read(directory / "cpu.max").split() or [read(directory / f"cpu.cfs_{w}_us").strip() for w in ("quota", "period")]
+                if all(w.isdigit() for w in words) and int(words[1]):
+                    quotas.append(max(1, math.ceil(int(words[0]) / int(words[1]))))
+    return min(quotas, default=sys.maxsize)
+
+
+def _memberships(pid: int | str, root: Path, controller: str = "memory") -> Iterator[tuple[int, str, tuple[Path, ...]]]:
     fs = root / "sys/fs/cgroup"
     for line in read(root / f"proc/{pid}/cgroup").splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if hierarchy == "0" and not controllers:
             yield 2, path, (fs, fs / "unified")
-        elif "memory" in controllers.split(","):
-            yield 1, path, (fs / "memory",)
+        elif controller in controllers.split(","):
+            yield 1, path, (fs / controller,)
 
 
 def _lineage(path: str, mount: Path, root: Path) -> tuple[PurePosixPath, ...]:

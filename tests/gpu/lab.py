@@ -101,13 +101,14 @@ def gpuckpt(*args: object, timeout: float = 300) -> tuple[int, dict[str, Any], f
 
 
 class Target:
-    """``target.py`` in a session of its own, without a common ancestor: the process alone."""
+    """``target.py``, or *program*, in a session of its own, without a common ancestor: the process alone."""
 
-    def __init__(self, *args: object, env: dict[str, str] | None = None, user: int | None = None) -> None:
-        words = lab_simulated.command(args) if SIMULATED else [str(HERE / "target.py"), *map(str, args)]
+    def __init__(self, *args: object, env: dict[str, str] | None = None, user: int | None = None, program: list[str] | None = None) -> None:
+        words = [sys.executable, *(lab_simulated.command(args) if SIMULATED else [str(HERE / "target.py"), *map(str, args)])]
+        words = program or words
         as_user = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if user else []
         self.p = subprocess.Popen(
-            ["setsid", "--fork", *as_user, sys.executable, *words],
+            ["setsid", "--fork", *as_user, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

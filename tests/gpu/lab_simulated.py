@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from gpuckpt.driver.api import CallError
 from gpuckpt.driver.simulated import SimulatedDevices, SimulatedDriver
 
 world = SimulatedDevices(os.environ["GPUCKPT_SIMULATE"])
@@ -34,3 +35,24 @@ def command(args: tuple[Any, ...]) -> list[str]:
 def translate(line: str) -> str:
     """``busy N`` queues N products of about 22 ms."""
     return f"busy {int(line.split()[1]) * 0.022}" if line.startswith("busy") else line
+
+
+def calls(pid: int, names: tuple[str, ...]) -> list[list[Any]]:
+    """[call, result, value, seconds] each."""
+    driver = SimulatedDriver(os.environ["GPUCKPT_SIMULATE"])
+    known = {
+        "Lock": lambda: driver.lock(pid, 10),
+        "Checkpoint": lambda: driver.checkpoint(pid),
+        "Restore": lambda: driver.restore(pid, {}, initialise=False),
+        "Unlock": lambda: driver.unlock(pid),
+        "GetState": lambda: driver.state(pid),
+        "GetRestoreThreadId": lambda: driver.restore_thread(pid),
+    }
+    found = []
+    for name in names:
+        try:
+            value = known[name]()
+            found.append([name, "CUDA_SUCCESS", None if value is None else str(value), 0.0])
+        except CallError as e:
+            found.append([name, e.result, None, 0.0])
+    return found

@@ -1,0 +1,297 @@
+/* Preloaded into a CUDA program: makes the one large mapping of a checkpoint, its image, faster to get.
+ *
+ * The driver maps the image with MAP_POPULATE, which one thread faults in by 4 KiB inside the system call. Here it is mapped without,
+ * given huge pages, and populated by several threads. That happens only if all of this holds:
+ *
+ *   - gpuckpt announced an operation on this very process, and it has not expired;
+ *   - the calling thread is the driver's restore thread, which the announcement names;
+ *   - the caller lies in libcuda, whose addresses the announcement gives;
+ *   - the mapping is private, anonymous, writable, populated, at no fixed address, and at least LARGE.
+ *
+ * Every other call goes on as it came, after two comparisons. If anything fails on the way, the mapping is undone and made exactly as
+ * the program asked: this library is never the reason why a mapping fails.
+ *
+ * The announcement is written into `page`, below, through /proc/PID/mem, by a gpuckpt that finds it by its magic; whoever may suspend a
+ * process may write its memory. So there is no file, no environment and no lock, and it works in a chroot or another mount namespace.
+ *
+ * What a caller may be in the middle of is not known: a signal handler, malloc, dlopen, the child of a vfork. So there is no malloc here,
+ * no stdio, no lock of the loader (no dladdr), and no pthread_create (which allocates, and others interpose it): helpers are bare
+ * threads that make system calls and touch nothing of the C library, errno included.
+ *
+ * Other interposers of mmap: a plain call is handed to the next definition after ours (the C library's, if nobody else interposes), and so
+ * is the mapping of an image, so that they see all that they would see without us. Those before us see it anyway; where they call us
+ * from code of their own, the caller is not libcuda, and nothing is altered. Before our constructor ran, the system call is made directly.
+ */
+#undef _FILE_OFFSET_BITS /* with 64 the header would make our mmap a second mmap64 */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#if !defined(__linux__) || !defined(__LP64__)
+#error "for Linux on 64 bits, as CUDA is"
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
+
+/* A program that inherits us may have an older C library, in a container say, and a version of a symbol that it lacks would end it at its
+ * start. So no symbol is newer than 2.17, and dlsym, which moved with 2.34, may be missing: then we chain to nobody. */
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
+#if defined(__x86_64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+#elif defined(__aarch64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.17");
+#endif
+#endif
+#pragma weak dlsym
+
+#define LARGE ((size_t)32 << 20)
+#define CHUNK ((uintptr_t)64 << 20) /* what a thread takes at a time: a multiple of a huge page */
+#define MOST_THREADS 16
+#define MOST_IMAGES 16
+#define STACK_BYTES 16384 /* for work() and system calls; signals, which would need more, are blocked */
+#define IMAGE_FLAGS (MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE)
+
+enum state { STARTING, READY, OFF };
+
+/* What became of a large populated mapping. */
+enum verdict {
+    NOTHING,      /* none was seen */
+    EXPIRED,      /* the announcement was too old: its gpuckpt died */
+    OTHER_THREAD, /* not the restore thread */
+    OTHER_CALLER, /* not libcuda */
+    NO_MAPPING,   /* even without MAP_POPULATE the mapping failed; the plain call was made */
+    NO_POPULATE,  /* it could not be populated; undone, and the plain call was made */
+    FAST,
+};
+
+struct image {
+    uint64_t address, nbytes;
+    uint32_t verdict, error;
+};
+
+/* Read and written from outside by gpuckpt/image/preload.py, which has the same layout: change `version` with it. */
+static struct {
+    char magic[16];
+    uint32_t version;
+    _Atomic uint32_t state;
+    uint64_t reserved0;
+    /* by gpuckpt; all that follows is zeroed with each announcement */
+    _Atomic uint64_t operation; /* 0: none is announced. Written last */
+    uint32_t pid, tid;          /* as this process sees them: a forked child has another pid, and what it inherited is void */
+    uint64_t expires_ns;        /* CLOCK_BOOTTIME */
+    uint64_t libcuda_from, libcuda_to;
+    uint32_t threads, reserved1;
+    /* by us */
+    _Atomic uint32_t seen, last_verdict; /* large populated mappings while announced, and the last one's fate */
+    _Atomic uint32_t last_tid;
+    uint32_t images; /* entries of `image` */
+    _Atomic uint64_t last_caller, last_nbytes;
+    uint64_t populate_ns;
+    uint32_t threads_used, huge;
+    struct image image[MOST_IMAGES];
+} page __attribute__((aligned(64))) = {.magic = "gpuckpt-preload", .version = 1};
+_Static_assert(sizeof page == 512 && sizeof(struct image) == 24, "the layout that preload.py has");
+
+typedef void *mapper(void *, size_t, int, int, int, off_t);
+static mapper *next;
+
+/* A system call that leaves errno alone: helpers share the thread-local storage of the thread that started them. */
+static long quietly(long number, long a, long b, long c, long d)
+{
+#if defined(__x86_64__)
+    long result;
+    register long r10 __asm__("r10") = d;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10) : "rcx", "r11", "memory");
+    return result;
+#elif defined(__aarch64__)
+    register long x8 __asm__("x8") = number, x0 __asm__("x0") = a, x1 __asm__("x1") = b, x2 __asm__("x2") = c, x3 __asm__("x3") = d;
+    __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3) : "memory");
+    return x0;
+#else
+#error "for x86-64 and AArch64"
+#endif
+}
+
+static uint64_t now_ns(clockid_t clock)
+{
+    struct timespec t = {0, 0};
+    clock_gettime(clock, &t);
+    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
+}
+
+/* The call as the program made it. */
+static void *plainly(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset)
+{
+    if (next)
+        return next(address, nbytes, protection, flags, fd, offset);
+    return (void *)syscall(SYS_mmap, address, nbytes, protection, flags, fd, offset);
+}
+
+/* Populating. */
+
+struct crew {
+    uintptr_t begin, end;
+    _Atomic uintptr_t at; /* the next chunk that nobody has taken */
+    _Atomic long error;
+};
+
+static char stacks[MOST_THREADS - 1][STACK_BYTES] __attribute__((aligned(64)));
+
+/* Take chunks until there are none, or somebody failed. Runs in bare threads: system calls only. */
+static int work(void *argument)
+{
+    struct crew *crew = argument;
+    while (!atomic_load(&crew->error)) {
+        uintptr_t from = atomic_fetch_add(&crew->at, CHUNK), to = from + CHUNK;
+        if (from >= crew->end)
+            break;
+        if (from < crew->begin)
+            from = crew->begin;
+        if (to > crew->end)
+            to = crew->end;
+        long result = -EINTR;
+        for (int again = 0; again < 100 && (result == -EINTR || result == -EAGAIN); again++)
+            result = quietly(SYS_madvise, (long)from, (long)(to - from), MADV_POPULATE_WRITE, 0);
+        if (result < 0)
+            atomic_store(&crew->error, -result);
+    }
+    return 0;
+}
+
+static unsigned threads_for(size_t nbytes)
+{
+    unsigned long cpus[128]; /* 8192 of them */
+    long filled = quietly(SYS_sched_getaffinity, 0, sizeof cpus, (long)cpus, 0);
+    unsigned wanted = page.threads, allowed = 0;
+    for (long i = 0; i < filled / (long)sizeof cpus[0]; i++)
+        allowed += (unsigned)__builtin_popcountl(cpus[i]);
+    if (wanted > allowed)
+        wanted = allowed;
+    if (wanted > nbytes / CHUNK)
+        wanted = (unsigned)(nbytes / CHUNK);
+    if (wanted > MOST_THREADS)
+        wanted = MOST_THREADS;
+    return wanted ? wanted : 1;
+}
+
+/* Returns 0, or the error that ended it. With as many threads as can be had, this one among them. */
+static int populate(void *address, size_t nbytes)
+{
+    struct crew crew = {.begin = (uintptr_t)address, .end = (uintptr_t)address + nbytes};
+    _Atomic int alive[MOST_THREADS - 1]; /* the helper's tid, which the kernel clears when it has ended */
+    unsigned helpers = 0, wanted = threads_for(nbytes) - 1;
+    unsigned long all = ~0UL, mask = 0;
+    const int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_PARENT_SETTID |
+                      CLONE_CHILD_CLEARTID;
+    atomic_init(&crew.at, crew.begin & ~(CHUNK - 1));
+    atomic_init(&crew.error, 0);
+    /* Helpers inherit the mask. This thread keeps it until they have ended: they use what lies on its stack, and a handler might jump
+     * out of here. While the kernel populates a mapping by itself, signals wait as well. */
+    int blocked = wanted && quietly(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&all, (long)&mask, sizeof all) == 0;
+    if (blocked)
+        for (; helpers < wanted; helpers++) /* no thread to be had, by rlimit, cgroup or seccomp: with fewer */
+            if (clone(work, stacks[helpers] + STACK_BYTES, flags, &crew, (pid_t *)&alive[helpers], NULL, (pid_t *)&alive[helpers]) < 0)
+                break;
+    work(&crew);
+    for (unsigned i = 0; i < helpers; i++)
+        for (int tid; (tid = atomic_load(&alive[i])) != 0;)
+            quietly(SYS_futex, (long)&alive[i], FUTEX_WAIT, tid, 0);
+    if (blocked)
+        quietly(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&mask, 0, sizeof mask);
+    page.threads_used = helpers + 1;
+    return (int)atomic_load(&crew.error);
+}
+
+/* Deciding. */
+
+static enum verdict judge(uintptr_t caller, size_t nbytes)
+{
+    enum verdict verdict = FAST;
+    uint32_t tid = (uint32_t)quietly(SYS_gettid, 0, 0, 0, 0);
+    if (!atomic_load(&page.operation) || page.pid != (uint32_t)quietly(SYS_getpid, 0, 0, 0, 0))
+        return NOTHING;
+    if (now_ns(CLOCK_BOOTTIME) >= page.expires_ns)
+        verdict = EXPIRED;
+    else if (page.tid != tid)
+        verdict = OTHER_THREAD;
+    else if (caller < page.libcuda_from || caller >= page.libcuda_to)
+        verdict = OTHER_CALLER;
+    atomic_fetch_add(&page.seen, 1);
+    atomic_store(&page.last_verdict, verdict);
+    atomic_store(&page.last_tid, tid);
+    atomic_store(&page.last_caller, caller);
+    atomic_store(&page.last_nbytes, nbytes);
+    return verdict;
+}
+
+static void note(void *address, size_t nbytes, enum verdict verdict, int error)
+{
+    if (page.images < MOST_IMAGES)
+        page.image[page.images] = (struct image){(uintptr_t)address, nbytes, verdict, (uint32_t)error};
+    page.images++; /* beyond what was noted, so that a reader knows that some are missing */
+    atomic_store(&page.last_verdict, verdict);
+}
+
+#define RARE __attribute__((cold, noinline))
+
+RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int protection, int flags, int fd, off_t offset)
+{
+    static _Atomic int busy; /* only a signal handler of the restore thread can find it so */
+    int before = errno, error = 0;
+    enum verdict verdict = judge(caller, nbytes);
+    if (verdict != FAST || atomic_exchange(&busy, 1)) {
+        errno = before;
+        return plainly(address, nbytes, protection, flags, fd, offset);
+    }
+    uint64_t begin = now_ns(CLOCK_MONOTONIC);
+    void *found = plainly(address, nbytes, protection, flags & ~MAP_POPULATE, fd, offset);
+    if (found == MAP_FAILED) {
+        verdict = NO_MAPPING;
+        error = errno;
+    } else {
+        page.huge = quietly(SYS_madvise, (long)found, (long)nbytes, MADV_HUGEPAGE, 0) == 0; /* either failure costs speed or secrecy only */
+        quietly(SYS_madvise, (long)found, (long)nbytes, MADV_DONTDUMP, 0);
+        error = populate(found, nbytes);
+        if (error && quietly(SYS_munmap, (long)found, (long)nbytes, 0, 0) == 0)
+            verdict = NO_POPULATE;
+    }
+    errno = before;
+    if (verdict != FAST)
+        found = plainly(address, nbytes, protection, flags, fd, offset);
+    page.populate_ns += now_ns(CLOCK_MONOTONIC) - begin;
+    note(found == MAP_FAILED ? NULL : found, nbytes, verdict, error);
+    atomic_store(&busy, 0);
+    return found;
+}
+
+#define OURS __attribute__((visibility("default")))
+
+OURS void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset)
+{
+    if (__builtin_expect(nbytes >= LARGE && (flags & ~MAP_NORESERVE) == IMAGE_FLAGS, 0) && protection == (PROT_READ | PROT_WRITE) &&
+        atomic_load_explicit(&page.state, memory_order_relaxed) == READY)
+        return image((uintptr_t)__builtin_return_address(0), address, nbytes, protection, flags, fd, offset);
+    return plainly(address, nbytes, protection, flags, fd, offset);
+}
+
+OURS void *mmap64(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset) __attribute__((alias("mmap")));
+
+__attribute__((constructor)) static void start(void)
+{
+    const char *wish = getenv("GPUCKPT_PRELOAD");
+    void *found = dlsym ? dlsym(RTLD_NEXT, "mmap") : NULL;
+    if (found != (void *)mmap) /* a dlsym that others interpose may lead back to us */
+        next = (mapper *)found;
+    atomic_store(&page.state, wish && !strcmp(wish, "0") ? OFF : READY);
+}

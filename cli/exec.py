@@ -1,0 +1,62 @@
+"""`gpuckpt exec`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+import click
+
+FAILED, CANNOT_RUN, NOT_FOUND = 125, 126, 127
+
+
+class _Exec(click.Command):
+    """Bad usage has a status that no COMMAND is expected to exit with."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as e:
+            e.exit_code = FAILED  # type: ignore[misc]
+            raise
+
+
+@click.command(cls=_Exec, context_settings={"allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND [ARGS]…")
+def exec(command: tuple[str, ...]) -> None:  # noqa: A001
+    """Become COMMAND, with the preload library loaded: its suspends take less time. Its children inherit it.
+
+    The library does nothing but make the one large mapping of a checkpoint faster to get; GPUCKPT_PRELOAD=0 leaves it out. Whether it is
+    on, or why not, is said on stderr once; COMMAND runs in either case.
+
+    Exit status: that of COMMAND; 125 if gpuckpt itself fails, 126 if COMMAND cannot be run, 127 if it is not found.
+
+    \b
+    Examples:
+      gpuckpt exec -- python train.py
+      gpuckpt exec -- vllm serve MODEL
+    """
+    from gpuckpt.image import preload
+
+    why = preload.problem()
+    environ = preload.environment()
+    click.echo(f"gpuckpt exec: preload library {f'off: {why}' if why else 'on'}", err=True)
+    sys.stderr.flush()
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and what is ignored stays so
+        signal.signal(signum, signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, environ)  # noqa: S606
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.exists(command[0]):  # noqa: PTH110
+            _fail(command[0], "its interpreter is not found", CANNOT_RUN)
+        _fail(command[0], "not found", NOT_FOUND)
+    except OSError as e:
+        _fail(command[0], e.strerror, FAILED if e.errno in (errno.ENOMEM, errno.E2BIG) else CANNOT_RUN)
+
+
+def _fail(command: str, why: Any, code: int) -> NoReturn:
+    click.echo(f"gpuckpt exec: {command}: {why}", err=True)
+    sys.exit(code)

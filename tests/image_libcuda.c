@@ -1,0 +1,66 @@
+/* Stands for libcuda.so.1 where the preload library is tested: a restore thread that maps memory when it is told to. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+typedef struct {
+    void *address;
+    size_t nbytes;
+    int protection, flags, fd;
+    off_t offset;
+    void *result;
+    int error;
+} Mapping;
+
+static sem_t asked, answered;
+static void (*todo)(void *);
+static void *argument;
+static int restore_tid;
+
+static void *be_restore_thread(void *unused)
+{
+    (void)unused;
+    restore_tid = (int)syscall(SYS_gettid);
+    sem_post(&answered);
+    for (;;) {
+        while (sem_wait(&asked) != 0)
+            ;
+        todo(argument);
+        sem_post(&answered);
+    }
+    return NULL;
+}
+
+int fake_start(void)
+{
+    pthread_t thread;
+    sem_init(&asked, 0, 0), sem_init(&answered, 0, 0);
+    if (pthread_create(&thread, NULL, be_restore_thread, NULL) != 0)
+        abort();
+    while (sem_wait(&answered) != 0)
+        ;
+    return restore_tid;
+}
+
+/* Has code of the program run in the restore thread. */
+void fake_in_restore_thread(void (*code)(void *), void *its_argument)
+{
+    todo = code, argument = its_argument;
+    sem_post(&asked);
+    while (sem_wait(&answered) != 0)
+        ;
+}
+
+/* Maps from here, in the thread that calls. */
+void fake_map(void *mapping)
+{
+    Mapping *m = mapping;
+    errno = 0;
+    m->result = mmap(m->address, m->nbytes, m->protection, m->flags, m->fd, m->offset);
+    m->error = errno;
+}
