@@ -42,22 +42,27 @@ def check(schedule: Schedule) -> None:
         note(f"{step.command}: exit {played.code}, {played.error!r}, {played.after}, {[described(r) for r in machine.counting()]}")
         check_lost(player, played)
         check_exit(played, {**belongs, **dict.fromkeys(resuming, State.RUNNING)})
-        named.update(played.words)
+        tell(named, played)
     machine.run(float("inf"))
     recovered = player.recover()
     note(f"recover: {[r.details['recovered'] for r in recovered.reports]}, {player.states()}")
-    named.update(recovered.words)
+    tell(named, recovered)
     check_locks(player, start, named)
     machine.mend()
     for _ in range(2):
         recovered = player.recover()
         note(f"recover: {[r.details['recovered'] for r in recovered.reports]}, {player.states()}")
         machine.run(float("inf"))
-        named.update(recovered.words)
+        tell(named, recovered)
     check_end(player, start, named, recovered)
     check_restorable(player)
     assert not machine.wrongs, machine.wrongs
     assert not machine.claims
+
+
+def tell(named: dict[int, str], played: Played) -> None:
+    """Add what the command said. Who was once called lost has been, even if a full disk made gpuckpt forget it."""
+    named.update({pid: word for pid, word in played.words.items() if named.get(pid) != "lost"})
 
 
 def check_lost(player: Player, played: Played) -> None:
