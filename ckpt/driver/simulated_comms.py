@@ -47,6 +47,8 @@ class SimulatedCommunicator:
     def _meet(self, what: str) -> None:
         """Return when every rank has come, in the same order of meetings. Faults of the calls "comms" and "comms-resume" act here."""
         fault = self.world.take_fault("comms" if what == "suspend" else "comms-resume", self.pid)
+        if fault:
+            time.sleep(fault.delay_s)
         if fault and fault.hang:
             threading.Event().wait()
         if fault and fault.result:
