@@ -48,8 +48,9 @@ class Agent:
     visits: int = 0  # how often the program has come to its safe point
     _owner: _Connection | None = None
     _connections: list[_Connection] = field(default_factory=list)
-    _jobs: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = field(default_factory=queue.SimpleQueue)
-    _done: queue.SimpleQueue[tuple[str, str]] = field(default_factory=queue.SimpleQueue)  # (call, error words or "")
+    _visit: int = 0  # counts the quiesces: what belongs to an earlier one must not count for this one
+    _jobs: queue.SimpleQueue[tuple[int, str, Callable[[], None] | None]] = field(default_factory=queue.SimpleQueue)  # None: go on
+    _done: queue.SimpleQueue[tuple[int, str, str]] = field(default_factory=queue.SimpleQueue)  # (visit, call, error words or "")
     _running: str = ""  # the job that the program's thread has been given
     _broken: str = ""  # how its communicators failed: it stays where it is until a controller has heard of it
     _listener: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
@@ -74,18 +75,23 @@ class Agent:
 
     def park(self) -> None:
         """Stand at the safe point, doing what the operation needs done on this thread, until it ends."""
+        visit = self._visit
         self.communicators.synchronise()
-        self._finish("quiesce", "")
-        while job := self._jobs.get():
-            call, work = job
+        self._finish("quiesce", "", visit)
+        while True:
+            when, call, work = self._jobs.get()
+            if when != visit:
+                continue  # of a visit that was given up before we came
+            if work is None:
+                return
             try:
                 work()
-                self._finish(call, "")
+                self._finish(call, "", visit)
             except Exception as e:  # noqa: BLE001 - the controller must hear of it, the program must not
-                self._finish(call, f"{type(e).__name__}: {e}")
+                self._finish(call, f"{type(e).__name__}: {e}", visit)
 
-    def _finish(self, call: str, error: str) -> None:
-        self._done.put((call, error))
+    def _finish(self, call: str, error: str, visit: int) -> None:
+        self._done.put((visit, call, error))
         self._wake()
 
     # The agent's thread.
@@ -150,6 +156,7 @@ class Agent:
         self._owner, self.operation = connection, operation
         connection.asked, connection.until = call, time.monotonic() + float(request["seconds"])
         if call == "quiesce":
+            self._visit += 1
             self.wanted = True  # the program's thread answers, when it comes to its safe point
         elif call in ("comms", "comms-resume"):
             self._give(call, self.communicators.suspend if call == "comms" else self.communicators.resume)
@@ -159,16 +166,18 @@ class Agent:
             if call == "unquiesce":  # the program goes on, and finds out for itself; the controller must not think that all is well
                 words, self._broken = self._broken, ""
                 self._release()
-            self._finish(call, words)
+            self._finish(call, words, self._visit)
 
     def _give(self, call: str, work: Callable[[], None]) -> None:
         self._running = call
-        self._jobs.put((call, work))
+        self._jobs.put((self._visit, call, work))
 
     def _collect(self) -> None:
         """Take in what the program's thread has done."""
         while not self._done.empty():
-            call, error = self._done.get()
+            visit, call, error = self._done.get()
+            if visit != self._visit or (call == "quiesce" and not self.wanted):
+                continue  # it came when the visit had been given up, and has been told to go on
             self._running = ""
             if call in ("comms", "comms-resume"):
                 self._broken = error
@@ -211,7 +220,7 @@ class Agent:
 
     def _release(self) -> None:
         self.wanted = False
-        self._jobs.put(None)
+        self._jobs.put((self._visit, "", None))
 
     def _answer(self, connection: _Connection, result: str, words: str, **more: Any) -> None:
         connection.asked = ""
