@@ -6,7 +6,7 @@ import time
 
 import click
 
-from gpuckpt.cli.common import execute, fail, finish, json_option, look_timeout_option, pids, print_json
+from gpuckpt.cli.common import ask_run, execute, fail, finish, is_run, json_option, look_timeout_option, pids, print_json, show_run
 from gpuckpt.cli.ps import as_report
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
@@ -27,10 +27,19 @@ def status(targets: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
       gpuckpt status
       gpuckpt status 4242 --json
     """
-    execute("status", as_json, lambda: as_report("status", tuple(pids(targets)), timeout_s, as_json), show)
+
+    def body() -> Report:
+        if is_run(targets):
+            return ask_run(targets[0], "status", timeout_s=timeout_s)
+        return as_report("status", tuple(pids(targets)), timeout_s, as_json)
+
+    execute("status", as_json, body, show)
 
 
 def show(report: Report) -> None:
+    if "run" in report.details:
+        show_run(report)
+        return
     rows = report.details["_overview"].rows
     for r in rows:
         on = ", ".join(f"{size(g.nbytes)} on {g.uuid}" for g in r.gpus)
