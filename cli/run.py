@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
 
 
-@click.command()
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
 @click.option("--name", help="What suspend, resume, status and stop call it; not all digits. [default: from the command]")
 @click.option("--idle", "idle_s", type=Duration(), metavar="DURATION", help="Suspend after this long without a request. [default: never]")
@@ -35,7 +35,11 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
 @click.option("--max-waiting", type=click.IntRange(1), default=1000, show_default=True, help="Requests that may wait; 429 beyond.")
 @click.option("--grace", "grace_s", type=Duration(), default="10s", show_default=True, help="From SIGTERM to SIGKILL when it is stopped.")
 @click.option(
-    "--operation-timeout", "timeout_s", type=Duration(), metavar="DURATION", help="Of one suspend or resume. [default: 60s and 2s a GiB]"
+    "--timeout",
+    "timeout_s",
+    type=Duration(),
+    metavar="DURATION",
+    help="Of each suspend and each resume. [default: 60s and 2s for each GiB]",
 )
 @click.option("--adapter", type=click.Choice(["auto", "vllm", "none"]), default="auto", show_default=True, help="How the command serves.")
 @click.option("--without", multiple=True, type=click.Choice(CHANGES), help="Leave out one of the changes to vllm serve. Repeatable.")

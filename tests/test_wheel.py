@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = {"ckpt": "gpuckpt", "cli": "gpuckpt/cli"}
-PACKAGES = {"gpuckpt", "gpuckpt/cli", "gpuckpt/doctor", "gpuckpt/driver", "gpuckpt/inspect"}
+PACKAGES = {"gpuckpt", "gpuckpt/cli", "gpuckpt/doctor", "gpuckpt/driver", "gpuckpt/inspect", "gpuckpt/supervisor"}
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
 
 

@@ -19,7 +19,7 @@ class Metrics:
     """The metrics of one run."""
 
     def __init__(self, run: Run) -> None:
-        disable_created_metrics()  # a line more for each, which nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a line more for each, which nobody reads
         self.registry = CollectorRegistry()
         self._state = Gauge("gpuckpt_state", "1 for the state that the run is in", ["state"], registry=self.registry)
         self._seconds = Histogram(
