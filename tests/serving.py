@@ -74,7 +74,7 @@ class Serving:
     def __init__(self, stage: Stage, name: str, options: tuple[str, ...], fake: tuple[str, ...], environ: dict[str, str]) -> None:
         self.stage, self.name = stage, name
         self.log = stage.machine.path / f"{name}.jsonl"
-        self.stderr_path = stage.machine.path / f"{name}.stderr"
+        self.stderr_path = stage.machine.path / f"{name}.{len(stage.started)}.stderr"
         command = [*FAKE, "--log", str(self.log), "--host", "127.0.0.1", "--port", "0", *fake]
         words = [COMMAND, "run", "--adapter", "vllm", "--name", name, *options, "--", *command]
         with open(self.stderr_path, "w") as stderr:

@@ -30,8 +30,10 @@ from typing import Any, Protocol
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
+from gpuckpt.inspect import processes
 from gpuckpt.model import Report
 from gpuckpt.supervisor.child import Child
+from gpuckpt.supervisor.keeper import DEATH_S
 from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.traffic import Traffic
 
@@ -40,6 +42,8 @@ log = logging.getLogger("gpuckpt.run")
 #: How long a stop waits for an operation to go back, in seconds. It is killed as it is then.
 GO_BACK_S = 20.0
 HEALTH_POLL_S = 0.1
+#: A process that closed its connections because it dies is gone within this time, in seconds.
+DYING_S = 0.1
 #: How long a server may take to answer that it is healthy after it was woken, in seconds.
 HEALTHY_AGAIN_S = 60.0
 
@@ -176,9 +180,10 @@ class Run:
             await self._news.wait()
 
     async def close(self) -> None:
-        for task in self._tasks:
+        doomed = [*self._tasks, *([self._current] if self._current else [])]
+        for task in doomed:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*doomed, return_exceptions=True)
 
     async def _order(self, kind: str, reason: str, drain_s: float) -> Report:
         last = self._last
@@ -229,6 +234,7 @@ class Run:
             raise errors.RunNotReady("a request came: it is not idle any more")
         self.traffic.close()
         self._enter(RunState.DRAINING)
+        slept = False
         try:
             if not await self.traffic.quiet(order.drain_s):
                 raise errors.StillServing(
@@ -236,19 +242,12 @@ class Run:
                     hint="wait for them, or give a longer --drain",
                 )
             self._enter(RunState.SUSPENDING)
-            try:
-                await self.server.sleep()
-                report = await self._operate("suspend", [self.child.pid])
-            except GpuckptError:
-                if not self.down and not self.over:
-                    await self._woken()
-                raise
+            slept = True
+            await self.server.sleep()
+            report = await self._operate("suspend", [self.child.pid])
         except GpuckptError as e:
             self.last_error = e
-            if self.down or isinstance(e, errors.ServerRefused):
-                self._fail(e)
-            else:
-                self._awake()
+            await self._back(e, slept)
             raise
         self._pids = [p.pid for p in report.processes]
         self.last_error = None
@@ -256,6 +255,22 @@ class Run:
         if self.traffic.waiting:
             self.want_awake()
         return report
+
+    async def _back(self, cause: GpuckptError, slept: bool) -> None:
+        """After a suspend that did not come about: serve again, if the child is as it was found."""
+        if self.over:
+            return
+        if self.down:
+            self._fail(cause)
+            return
+        try:
+            if slept:
+                await self._woken()
+        except errors.ServerRefused as e:
+            cause.add_note(f"and then it did not wake up: {e.message}")
+            self._fail(e)
+        else:
+            self._awake()
 
     async def _resume(self, order: _Order) -> Report:
         if self.state is RunState.AWAKE:
@@ -273,6 +288,7 @@ class Run:
             await self._woken()
         except GpuckptError as e:
             self.last_error = e
+            await self._told_if_dead()
             if isinstance(e, errors.ServerRefused) or (self.down and e.exit_code == 3):
                 self._fail(e)
             else:
@@ -305,6 +321,12 @@ class Run:
             if time.monotonic() >= until:
                 raise errors.ServerRefused(f"the server was not healthy {HEALTHY_AGAIN_S:.0f} s after it was woken")
             await asyncio.sleep(HEALTH_POLL_S)
+
+    async def _told_if_dead(self) -> None:
+        """Where a failure may be the child's death, wait for its keeper's word: that is the better reason to give."""
+        await asyncio.sleep(DYING_S)
+        if processes.read(self.child.pid) is None:
+            await asyncio.wait({self.child.exited}, timeout=DEATH_S)
 
     def _awake(self) -> None:
         self._enter(RunState.AWAKE)
@@ -344,6 +366,8 @@ class Run:
         self.traffic.fail(errors.RunNotReady(f"the server ended with exit code {code} while it was {was}"), for_good=True)
         if self._worker is not None:
             self._worker.interrupt()
+        elif self._current is not None:
+            self._current.cancel()
         while not self._orders.empty():
             order = self._orders.get_nowait()
             with contextlib.suppress(asyncio.InvalidStateError):

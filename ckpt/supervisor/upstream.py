@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import struct
 import time
@@ -67,7 +68,7 @@ class Connector(aiohttp.UnixConnector):
         if pid in self._known:
             return
         if not self._is_ours(pid):
-            raise PermissionError(f"pid {pid}, which is not part of this run, listens on its socket")
+            raise PermissionError(errno.EACCES, f"pid {pid}, which is not part of this run, listens on its socket")
         self._known.add(pid)
 
 

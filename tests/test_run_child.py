@@ -1,0 +1,384 @@
+"""A run and its child on bad days: signals in each state, kill -9, names and sockets that are taken, resumes that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuckpt.model import Call, State
+from tests.conftest import COMMAND, eventually
+from tests.serving import Serving, Stage, alive, stage
+
+__all__ = ["stage"]
+
+STATES = ["starting", "awake", "draining", "sleeping", "suspending", "suspended", "resuming", "waking"]
+
+
+def bring_to(stage: Stage, state: str, *options: str) -> Serving:
+    """A run in *state*, in which it stays for a while."""
+    slow = {"starting": ("--slow-load", "30"), "sleeping": ("--slow-sleep", "20"), "waking": ("--slow-wake", "20")}.get(state, ())
+    run = stage.run("--drain", "20s", *options, fake=("--engine", *slow))
+    if state == "starting":
+        eventually(lambda: run.port, "the gate listens")
+        return run
+    run.awake()
+    eventually(lambda: len(run_tree(run)) >= 2, "the engine is there")
+    if state == "draining":
+        run.begin(seconds=20)
+        eventually(lambda: run.facts["requests_running"] == 1, "a request runs")
+    if state == "suspending":
+        stage.machine.slow(0.5)
+    if state not in ("awake",):
+        order = subprocess.Popen([COMMAND, "suspend", "m"], env=stage.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if state == "draining":
+            run.until("draining")
+        elif state == "sleeping":
+            eventually(lambda: run.notes("sleep"), "it goes to sleep")
+        elif state == "suspending":
+            eventually(lambda: under_way(stage, run, Call.CHECKPOINT), "the checkpoint runs")
+        else:
+            run.until("suspended")
+            order.wait()
+        stage.machine.commands.append(order)  # type: ignore[arg-type]
+    if state in ("resuming", "waking"):
+        stage.machine.slow(0.5)
+        run.begin(id=1)
+        run.until("resuming")
+        if state == "resuming":
+            eventually(lambda: under_way(stage, run, Call.RESTORE), "the restore runs")
+        else:
+            eventually(lambda: run.notes("begin")[-1]["path"] == "/wake_up", "it wakes up")
+    return run
+
+
+def run_tree(run: Serving) -> list[int]:
+    from gpuckpt.supervisor.keeper import descendants
+
+    run.tree = descendants(run.process.pid)
+    return run.tree
+
+
+def under_way(stage: Stage, run: Serving, call: Call) -> bool:
+    return any(o.call == call for o in stage.machine.world.peek().under_way(run.child))
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_sigterm_in_each_state_leaves_nothing(stage: Stage, state: str) -> None:
+    run = bring_to(stage, state)
+    run_tree(run)
+    run.signal(signal.SIGTERM)
+    code = run.end()
+    assert code in (0, 143), run.stderr
+    if state in ("awake", "draining", "sleeping"):
+        assert code == 0, "it ended by itself, in order"
+    if state == "suspended":
+        assert code == 143
+        assert not run.notes("terminated"), "it was not restored to be ended"
+    run.nothing_left()
+    assert list(stage.runtime.glob("m.*")) == [stage.runtime / "m.lock"]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_kill_9_of_the_supervisor_ends_the_tree(stage: Stage, state: str) -> None:
+    """dryvist/nix-ai#1182"""
+    run = bring_to(stage, state)
+    run_tree(run)
+    run.process.kill()
+    run.nothing_left()
+
+
+def test_kill_9_of_the_keeper_ends_the_run(stage: Stage) -> None:
+    run = stage.run().awake()
+    keeper = next(p for p in run.tree if Path(f"/proc/{p}/comm").read_text().strip() == "gpuckpt-keeper")
+    os.kill(keeper, signal.SIGKILL)
+    assert run.end() == 137
+    run.nothing_left()
+
+
+def test_keep_child(stage: Stage) -> None:
+    run = stage.run("--keep-child").awake()
+    child = run.child
+    run.process.kill()
+    run.process.wait()
+    time.sleep(0.3)
+    assert alive(child)
+    second = stage.run()
+    assert second.end() == 125
+    assert "[name-taken]" in second.stderr
+    assert str(child) in second.stderr
+
+
+def test_the_same_name_at_once_after_kill_9_ten_times(stage: Stage) -> None:
+    """XTLS/Xray-core#5028, vllm-project/vllm#9737"""
+    for _ in range(10):
+        run = stage.run().awake()
+        run.process.kill()
+        run.process.wait()
+    run = stage.run().awake()
+    assert run.complete(id=1).status == 200
+    assert len(list(stage.runtime.glob("m.????????"))) == 1, "private directories of the dead are gone"
+
+
+@pytest.mark.parametrize("what", ["symlink", "server", "file"])
+def test_what_is_not_ours_is_never_replaced(stage: Stage, what: str) -> None:
+    """XTLS/Xray-core#5028"""
+    path, elsewhere = stage.runtime / "m.sock", stage.runtime / "precious"
+    with contextlib.ExitStack() as held:
+        if what == "symlink":
+            elsewhere.write_text("x")
+            path.symlink_to(elsewhere)
+        elif what == "file":
+            path.write_text("x")
+        else:
+            server = held.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(str(path))
+            server.listen()
+        run = stage.run()
+        assert run.end() == 125
+        assert "[name-taken]" in run.stderr
+        assert path.is_symlink() == (what == "symlink")
+        assert path.exists()
+
+
+def test_two_runs_of_one_name(stage: Stage) -> None:
+    first = stage.run().awake()
+    second = stage.run()
+    assert second.end() == 125
+    assert "already called 'm'" in second.stderr or "already called 'm'" in first.stderr
+    assert first.complete(id=1).status == 200
+
+
+def test_the_port_is_taken(stage: Stage) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        run = stage.run("--listen", str(s.getsockname()[1]))
+        assert run.end() == 125
+        assert "cannot listen" in run.stderr
+    run.nothing_left()
+
+
+def test_a_server_that_is_not_ours_is_not_spoken_to(tmp_path: Path) -> None:
+    """llm-d-incubation/llm-d-fast-model-actuation#388"""
+    import asyncio
+
+    from gpuckpt.errors import ServerRefused
+    from gpuckpt.supervisor.upstream import Connector, Upstream
+
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(path := f"/tmp/gf-{os.getpid()}")
+        try:
+            s.listen()
+
+            async def call() -> None:
+                upstream = Upstream("http://x", Connector(path, lambda _: False))
+                try:
+                    await upstream.call("POST", "/sleep", within_s=5)
+                finally:
+                    await upstream.close()
+
+            with pytest.raises(ServerRefused, match="not part of this run"):
+                asyncio.run(call())
+        finally:
+            Path(path).unlink()
+
+
+def test_another_user_is_not_answered(stage: Stage) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be somebody else")
+    run = stage.run().awake()
+    stage.runtime.chmod(0o755)
+    (stage.runtime / "m.sock").chmod(0o777)
+    script = (
+        "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+        ' s.sendall(b\'{"schema":1,"command":"stop"}\\n\'); print(s.recv(65536).decode())'
+    )
+    done = subprocess.run(
+        ["/usr/bin/python3", "-c", script, str(stage.runtime / "m.sock")],
+        user=65534,
+        group=65534,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert json.loads(done.stdout)["error"]["code"] == "permission", done
+    assert run.state == "awake"
+
+
+def test_the_child_dies_while_suspended(stage: Stage) -> None:
+    run = stage.run().awake().suspended()
+    os.kill(run.child, signal.SIGKILL)
+    assert run.end() == 137
+    run.nothing_left()
+
+
+def test_the_child_dies_while_requests_are_held(stage: Stage) -> None:
+    run = stage.run(fake=("--slow-wake", "20")).awake().suspended()
+    client = run.begin(id=1)
+    eventually(lambda: run.notes("begin")[-1]["path"] == "/wake_up", "it wakes up")
+    os.kill(run.child, signal.SIGKILL)
+    answer = client.result()
+    assert answer.status == 502
+    assert "ended with exit code 137" in answer.error["message"]
+    assert run.end() == 137
+
+
+def test_the_child_dies_in_an_answer(stage: Stage) -> None:
+    run = stage.run().awake()
+    client = run.begin(stream=True, chunks=3, seconds=0.3, dies_at=1)
+    client.join(30)
+    assert client.answer is None, "an answer that was cut short must not look whole"
+    assert run.end() == 67
+
+
+def test_no_room_at_resume(stage: Stage) -> None:
+    """Held requests get 503; the image is kept; it works when there is room. sgl-project/sglang#14092"""
+    run = stage.run("--hold", "500ms").awake().suspended()
+    other = stage.machine.target("--gib", "76")
+    clients = [run.begin(id=n) for n in range(3)]
+    answers = [c.result() for c in clients]
+    assert {a.status for a in answers} == {503}
+    assert all(1 <= int(a.headers["retry-after"]) <= 120 for a in answers)
+    eventually(lambda: run.facts["state"] == "suspended", "it is suspended again")
+    assert stage.machine.world.peek().rules.state(run.child) is State.CHECKPOINTED
+    assert run.facts["last_error"]["code"] == "gpu-memory"
+    result = stage.gpuckpt("resume", "m")
+    assert (result.code, result.error["code"]) == (6, "gpu-memory")
+    other.kill()
+    eventually(lambda: run.complete(id=9).status == 200, "it serves again")
+    assert not run.notes("computed asleep")
+
+
+def test_a_failed_restore_ends_the_run(stage: Stage) -> None:
+    run = stage.run().awake().suspended()
+    stage.machine.world.add_fault("restore", result="OUT_OF_MEMORY", times=9, before=False)
+    with stage.machine.world.transaction() as world:
+        world.rules.processes[run.child].lost = True
+    answer = run.complete(id=1)
+    assert answer.status in (502, 503)
+    assert run.end() == 125, run.stderr
+    run.nothing_left()
+
+
+def test_a_refused_suspend_leaves_it_serving(stage: Stage) -> None:
+    run = stage.run().awake()
+    stage.machine.host_memory(16, 1)
+    result = stage.gpuckpt("suspend", "m")
+    assert (result.code, result.error["code"]) == (6, "host-memory")
+    assert run.complete(id=1).status == 200
+    assert len(run.notes("woken")) == 1
+    assert run.facts["last_error"]["code"] == "host-memory"
+    stage.machine.host_memory(512, 256)
+    assert stage.gpuckpt("suspend", "m").code == 0
+
+
+def test_a_server_that_refuses_to_sleep_goes_on_serving(stage: Stage) -> None:
+    run = stage.run(fake=("--status", "/sleep=500")).awake()
+    result = stage.gpuckpt("suspend", "m")
+    assert (result.code, result.error["code"]) == (1, "server-refused")
+    assert run.complete(id=1).status == 200
+
+
+def test_a_server_that_refuses_to_wake_fails_and_can_be_asked_again(stage: Stage) -> None:
+    run = stage.run(fake=("--status", "/wake_up=500")).awake().suspended()
+    answer = run.complete(id=1)
+    assert (answer.status, answer.error["code"]) == (503, "server-refused")
+    assert run.facts["state"] == "failed"
+    assert run.get("/health").status == 503
+    assert stage.gpuckpt("resume", "m").code == 1
+    run.signal(signal.SIGTERM)
+    assert run.end() == 0
+
+
+def test_requests_at_every_moment_of_a_suspend_and_resume(stage: Stage) -> None:
+    stage.machine.slow(0.02)
+    run = stage.run(fake=("--slow-sleep", "0.1", "--slow-wake", "0.1")).awake()
+    for n in range(8):
+        order = subprocess.Popen([COMMAND, "suspend", "m"], env=stage.environ, stdout=subprocess.DEVNULL)
+        clients = []
+        for k in range(6):
+            time.sleep(0.02 * n)
+            clients.append(run.begin(id=f"{n}.{k}"))
+        assert [c.result().json["id"] for c in clients] == [f"{n}.{k}" for k in range(6)]
+        assert order.wait() == 0
+    assert not run.notes("computed asleep")
+
+
+def test_orders_in_every_state(stage: Stage) -> None:
+    run = stage.run(fake=("--slow-load", "1"))
+    eventually(lambda: run.port, "the gate listens")
+    for command in ("suspend", "resume"):
+        result = stage.gpuckpt(command, "m")
+        assert (result.code, result.error["code"]) == (1, "run-not-ready")
+    run.awake()
+    assert stage.gpuckpt("resume", "m").document["already"]
+    run.suspended()
+    assert stage.gpuckpt("suspend", "m").document["already"]
+    assert stage.gpuckpt("status", "m", json=False).stdout.startswith("suspended: run m ")
+    assert stage.gpuckpt("resume", "m", json=False).stdout.startswith("awake: run m ")
+    result = stage.gpuckpt("stop", "m")
+    assert (result.code, run.end()) == (0, 0)
+    result = stage.gpuckpt("stop", "m")
+    assert (result.code, result.error["code"]) == (2, "usage")
+    assert stage.gpuckpt("suspend", "m", "1").code == 2
+
+
+def test_signals_reach_the_command(stage: Stage) -> None:
+    run = stage.run().awake()
+    run.signal(signal.SIGUSR1)
+    eventually(lambda: run.notes("usr1"), "it got the signal")
+
+
+def test_a_second_sigterm_does_not_wait(stage: Stage) -> None:
+    run = stage.run("--grace", "60s", fake=("--stubborn",)).awake()
+    run.signal(signal.SIGTERM)
+    run.until("stopping")
+    run.signal(signal.SIGTERM)
+    assert run.end() == 137
+    run.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["sh", "-c", "exit 3"], 3),
+        (["sh", "-c", "kill -9 $$"], 137),
+        (["sh", "-c", "kill -15 $$"], 143),
+        (["/etc/passwd"], 126),
+        (["no-such-program"], 127),
+        (["docker", "run", "x"], 125),
+    ],
+)
+def test_exit_codes(stage: Stage, command: list[str], code: int) -> None:
+    done = subprocess.run([COMMAND, "run", "--", *command], env=stage.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_children_that_were_left_are_ended_and_orphans_reaped(stage: Stage) -> None:
+    script = "import os\nfor _ in range(20):\n    if os.fork() == 0:\n        os.fork()\n        os._exit(0)\n    os.wait()\n"
+    left = "import subprocess,sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True); print(p.pid, flush=True)"
+    for text in (script, left):
+        done = subprocess.run(
+            [COMMAND, "run", "--", sys.executable, "-c", text], env=stage.environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        for pid in map(int, done.stdout.split()):
+            assert not alive(pid)
+
+
+def test_two_runs_of_one_parent_are_not_one_group(stage: Stage) -> None:
+    """Each run is a tree of its own, whoever started it."""
+    one, two = stage.run(name="one").awake(), stage.run(name="two").awake()
+    assert stage.gpuckpt("suspend", "one").code == 0
+    assert two.complete(id=1).status == 200
+    assert one.complete(id=1).status == 200
