@@ -76,7 +76,8 @@ class Serving:
         self.log = stage.machine.path / f"{name}.jsonl"
         self.stderr_path = stage.machine.path / f"{name}.{len(stage.started)}.stderr"
         command = [*FAKE, "--log", str(self.log), "--host", "127.0.0.1", "--port", "0", *fake]
-        words = [COMMAND, "run", "--adapter", "vllm", "--name", name, *options, "--", *command]
+        kind = () if "--upstream" in options else ("--adapter", "vllm")
+        words = [COMMAND, "run", *kind, "--name", name, *options, "--", *command]
         with open(self.stderr_path, "w") as stderr:
             self.process = subprocess.Popen(words, env={**stage.environ, **environ}, stdin=subprocess.DEVNULL, stderr=stderr)
         self.tree: list[int] = []

@@ -14,7 +14,7 @@ import pytest
 from gpuckpt import errors
 from gpuckpt.cli.main import COMMANDS
 from gpuckpt.model import ACCEPTABLE_HAZARDS
-from gpuckpt.operation import ERRORS_OF_HAZARDS
+from gpuckpt.group import ERRORS_OF_HAZARDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/gpu/README.md"]

@@ -320,3 +320,25 @@ def test_idle_moments_and_requests_at_every_offset(stage: Stage) -> None:
     assert run.facts["state"] == "suspended"
     assert b'gpuckpt_state{state="suspended"} 1.0' in run.get("/metrics").body
     assert run.complete(id="last").status == 200
+
+
+def test_another_server_by_its_url(stage: Stage) -> None:
+    """Any HTTP server: it is not asked to sleep, the driver takes all it holds."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    run = stage.run("--upstream", f"http://127.0.0.1:{port}", "--listen", "0", fake=("--port", port)).awake()
+    run.suspended()
+    assert stage.machine.used() == 0
+    assert run.complete(id=1).status == 200
+    assert not run.notes("sleep")
+
+
+def test_a_command_without_a_server(stage: Stage) -> None:
+    """Named, suspended and resumed by name; no gate."""
+    run = stage.run("--adapter", "none", fake=("--port", "0"))
+    run.until("awake")
+    assert run.child
+    assert run.suspended().facts["listen"] is None
+    assert stage.machine.used() == 0
+    assert stage.gpuckpt("resume", "m").code == 0
