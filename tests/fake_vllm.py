@@ -147,7 +147,8 @@ async def main() -> None:
     uuids = sorted(server.world.peek().rules.gpus)
     server.world.register(os.getpid(), {uuids[0]: round(options.gib * GIB)})
     if options.engine:  # a process of its own session, as an orphan would be
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        title = ["VLLM::EngineCore", "-c", "import time; time.sleep(600)"]
+        subprocess.Popen(title, executable=sys.executable, start_new_session=True)
     app = web.Application(middlewares=[server.middleware], client_max_size=1 << 40)
     dev = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     app.add_routes(

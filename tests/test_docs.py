@@ -13,8 +13,8 @@ import pytest
 
 from gpuckpt import errors
 from gpuckpt.cli.main import COMMANDS
-from gpuckpt.model import ACCEPTABLE_HAZARDS
 from gpuckpt.group import ERRORS_OF_HAZARDS
+from gpuckpt.model import ACCEPTABLE_HAZARDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/gpu/README.md"]

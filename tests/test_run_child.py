@@ -240,6 +240,15 @@ def test_the_child_dies_in_an_answer(stage: Stage) -> None:
     assert run.end() == 67
 
 
+def test_an_engine_that_dies_behind_a_healthy_front_ends_the_run(stage: Stage) -> None:
+    run = stage.run(fake=("--engine",)).awake()
+    engine = next(p for p in run.tree if b"VLLM::" in Path(f"/proc/{p}/cmdline").read_bytes())
+    os.kill(engine, signal.SIGKILL)
+    assert run.end() == 125
+    assert f"pid {engine}, an engine of the server, died" in run.stderr
+    run.nothing_left()
+
+
 def test_no_room_at_resume(stage: Stage) -> None:
     """Held requests get 503; the image is kept; it works when there is room. sgl-project/sglang#14092"""
     run = stage.run("--hold", "500ms").awake().suspended()

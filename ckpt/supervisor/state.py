@@ -110,7 +110,7 @@ class Run:
         self._last: _Order | None = None
         self._current: asyncio.Task[Report] | None = None
         self._worker: Worker | None = None
-        self._pids: list[int] = []
+        self.pids: list[int] = []  # that the last suspend took off their GPUs
         self._news = asyncio.Event()
         traffic.wanted = self.want_awake
         self._tasks: list[asyncio.Task[None]] = []
@@ -126,8 +126,13 @@ class Run:
     def _part_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a part of the supervisor broke", exc_info=error)
-            if not self.lost.done():
-                self.lost.set_result(GpuckptError(f"a part of the supervisor broke: {type(error).__name__}: {error}"))
+            self.give_up(GpuckptError(f"a part of the supervisor broke: {type(error).__name__}: {error}"))
+
+    def give_up(self, error: GpuckptError) -> None:
+        """The run cannot go on: whoever waits for :attr:`lost` ends it."""
+        self.traffic.fail(error, for_good=True)
+        if not self.lost.done():
+            self.lost.set_result(error)
 
     # Orders.
 
@@ -249,7 +254,7 @@ class Run:
             self.last_error = e
             await self._back(e, slept)
             raise
-        self._pids = [p.pid for p in report.processes]
+        self.pids = [p.pid for p in report.processes]
         self.last_error = None
         self._enter(RunState.SUSPENDED)
         if self.traffic.waiting:
@@ -281,7 +286,7 @@ class Run:
         begun = time.monotonic()
         self._enter(RunState.RESUMING)
         try:
-            report = await self._operate("resume", self._pids or [self.child.pid], wait_s=self.traffic.hold_s)
+            report = await self._operate("resume", self.pids or [self.child.pid], wait_s=self.traffic.hold_s)
             gone = [p for p in report.processes if p.state == "gone"]
             if gone:
                 raise errors.Lost(f"pid {gone[0].pid} ({gone[0].name}) ended while it was suspended", pid=gone[0].pid, report=report)
@@ -336,8 +341,8 @@ class Run:
     def _fail(self, error: GpuckptError) -> None:
         self._enter(RunState.FAILED)
         self.traffic.fail(error)
-        if isinstance(error, errors.Lost) and not self.lost.done():
-            self.lost.set_result(error)
+        if isinstance(error, errors.Lost):
+            self.give_up(error)
 
     def _enter(self, state: RunState) -> None:
         if self.state is RunState.ENDED or (self.state is RunState.STOPPING and state is not RunState.ENDED):

@@ -19,6 +19,7 @@ from gpuckpt.model import Report
 from gpuckpt.supervisor import idle, vllm
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
 from gpuckpt.supervisor.control import ControlServer
+from gpuckpt.supervisor.engines import Engines
 from gpuckpt.supervisor.gate import Gate, announce, where
 from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.places import Place
@@ -85,6 +86,7 @@ class _Supervised:
             server = self.upstream = Upstream(options.upstream, connector, health=options.health)
         self.run = Run(child, server, self.traffic, options.policy)
         self.metrics = Metrics(self.run)
+        self.engines = Engines(self.run)
         self.run.changed.append(lambda state: log.info("%s", state))
         self.run.finished.append(_log_outcome)
         self.gate: Gate | None = None
@@ -123,6 +125,7 @@ class _Supervised:
         return code
 
     async def close(self) -> None:
+        self.engines.close()
         await self.control.close()
         if self.gate is not None:
             await self.gate.close()
