@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Mapping
@@ -57,11 +59,13 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (*ENDING, *FORWARDED):
-        loop.add_signal_handler(signum, signals.put_nowait, signum)
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+            loop.add_signal_handler(signum, signals.put_nowait, signum)
     holding = [place.lock_fd]
     child = await Child.start(prepared.command, {**environ, **prepared.environ}, keep_child=options.keep_child, holding=holding)
     place.note(supervisor=os.getpid(), keeper=child.keeper_pid, child=child.pid, since=time.time())
     log.info("started pid %d as run %s", child.pid, options.name)
+    _many_files()
     supervised = _Supervised(options, prepared, place, child)
     try:
         return await supervised.live(signals)
@@ -172,6 +176,13 @@ class _Supervised:
             "idle_seconds": self.options.idle_s,
             "last_error": error.as_dict() if error else None,
         }
+
+
+def _many_files() -> None:
+    """Each request takes two descriptors. Done after the child has been started: its limits are its own affair."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _log_outcome(operation: str, reason: str, outcome: Report | errors.GpuckptError, seconds: float) -> None:
