@@ -147,6 +147,7 @@ def _supervise(prepared: vllm.Prepared, options: Options, place: Place) -> int:
     from gpuckpt.supervisor.supervise import supervise
 
     logging.basicConfig(level=logging.INFO, format=f"gpuckpt run {options.name}: %(message)s", stream=sys.stderr)
+    logging.raiseExceptions = False  # a log that cannot be written is no reason for anything
     for text in prepared.warnings:
         warn(text)
     for what in prepared.changes.values():

@@ -278,6 +278,31 @@ def test_a_failed_restore_ends_the_run(stage: Stage) -> None:
     run.nothing_left()
 
 
+def test_a_driver_call_that_hangs_does_not_hang_the_gate(stage: Stage) -> None:
+    run = stage.run("--timeout", "1s").awake()
+    stage.machine.world.add_fault("checkpoint", hang=True)
+    order = subprocess.Popen([COMMAND, "suspend", "m", "--json"], env=stage.environ, stdout=subprocess.PIPE, text=True)
+    while order.poll() is None:
+        assert run.get("/v1/models").status == 200
+        assert run.get("/health").status in (200, 503)
+    assert order.stdout is not None
+    document = json.loads(order.stdout.read())
+    assert (order.returncode, document["error"]["code"]) == (3, "in-flight")
+    assert run.facts["state"] == "failed"
+    assert run.get("/health").status == 503
+    assert run.complete(id=1).status == 200, "the next request tried again, and the driver answered"
+
+
+def test_sigterm_while_requests_are_held(stage: Stage) -> None:
+    run = bring_to(stage, "waking")
+    client = run.begin(id=2)
+    eventually(lambda: run.facts["requests_waiting"] >= 1, "it waits")
+    run.signal(signal.SIGTERM)
+    answer = client.result()
+    assert (answer.status, answer.error["code"]) == (503, "run-not-ready")
+    assert run.end() in (0, 143)
+
+
 def test_a_refused_suspend_leaves_it_serving(stage: Stage) -> None:
     run = stage.run().awake()
     stage.machine.host_memory(16, 1)

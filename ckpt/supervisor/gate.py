@@ -84,7 +84,7 @@ class Gate:
             words = f"the model was not ready within {self.run.traffic.hold_s:g} s (it is {self.run.state}); try again"
             return self._refuse(503, "waking", words, retry=True)
         except Unavailable as e:
-            ended = self.run.state in (RunState.ENDED, RunState.STOPPING)
+            ended = self.run.state is RunState.ENDED  # while it stops, another replica may be there: try again
             return self._refuse(502 if ended else 503, e.error.code, e.error.message, retry=not ended)
         try:
             return await (tunnel(request, self.upstream, target) if upgrade else self._forward(request, target))
