@@ -285,8 +285,7 @@ def test_a_driver_call_that_hangs_does_not_hang_the_gate(stage: Stage) -> None:
     while order.poll() is None:
         assert run.get("/v1/models").status == 200
         assert run.get("/health").status in (200, 503)
-    assert order.stdout is not None
-    document = json.loads(order.stdout.read())
+    document = json.loads(order.communicate()[0])
     assert (order.returncode, document["error"]["code"]) == (3, "in-flight")
     assert run.facts["state"] == "failed"
     assert run.get("/health").status == 503

@@ -34,6 +34,7 @@ HOP_BY_HOP = frozenset(
 RETRY_AFTER_MOST_S = 120
 RETRY_AFTER_UNKNOWN_S = 10
 METRICS_S = 2.0
+SHORT_BYTES = 1 << 16
 
 
 class Gate:
@@ -157,12 +158,12 @@ class Gate:
 
     async def _forward(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
         """Pass *request* on and its answer back. Raises only while nothing of an answer has been sent."""
-        sent = request.body_exists
+        body = await self._body(request) if request.body_exists else None
         async with self.upstream.session.request(
             request.method,
             URL(self.upstream.base + target, encoded=True),
             headers=passed_on(request.headers),
-            data=self._body(request) if sent else None,
+            data=body,
             allow_redirects=False,
         ) as answer:
             response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers))
@@ -180,12 +181,13 @@ class Gate:
             return response
 
     @staticmethod
-    async def _body(request: web.BaseRequest) -> AsyncIterator[bytes]:
+    async def _body(request: web.BaseRequest) -> bytes | AsyncIterator[bytes]:
+        """A short body as it is, which goes in one packet with its head; a longer one, or one of unknown length, as it comes."""
         if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
-        async for chunk in request.content.iter_any():
-            yield chunk
+        length = request.content_length
+        return await request.read() if length is not None and length <= SHORT_BYTES else request.content.iter_any()
 
 
 def passed_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
