@@ -63,7 +63,7 @@ class Gate:
             await self._runner.cleanup()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        target = paths.origin_form(request.raw_path if isinstance(request, web.Request) else request.message.path)
+        target = paths.origin_form(request.raw_path)
         path = paths.plain(target.partition("?")[0])
         if path is None or request.method == hdrs.METH_CONNECT:
             return self._refuse(404, "not-found", "there is no such path")

@@ -62,6 +62,8 @@ class Keeper:
             self._wait()
         self._end_rest()
         self._tell(exited=self._status)
+        if self._supervisor is not None:
+            self._supervisor.close()
 
     def _wait(self) -> None:
         """Until something happens: an order, the supervisor's death, a child's, or the end of the grace."""
