@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import click
@@ -56,18 +57,22 @@ def show(report: Report) -> None:
 @look_timeout_option
 @json_option
 def is_suspended(target: str, timeout_s: float, as_json: bool) -> None:
-    """Exit 0 if TARGET and all that belongs to it is suspended, 1 if not. Prints nothing but with --json.
+    """Exit 0 if TARGET (a pid and all that belongs to it, or the name of a run) is suspended, 1 if not. Prints nothing but with --json.
 
     \b
     Examples:
       gpuckpt is-suspended 4242 && echo the GPU is free
     """
     try:
-        report = as_report("is-suspended", tuple(pids([target])), timeout_s, as_json)
+        if is_run([target]):
+            report = dataclasses.replace(ask_run(target, "status", timeout_s=timeout_s), command="is-suspended")
+            suspended = report.details["run"]["state"] == "suspended"
+        else:
+            report = as_report("is-suspended", tuple(pids([target])), timeout_s, as_json)
+            rows = [r for r in report.details["_overview"].rows if r.state != "gone"]
+            suspended = bool(rows) and all(r.state == "suspended" for r in rows)
     except GpuckptError as e:
         fail("is-suspended", as_json, e)
-    rows = [r for r in report.details["_overview"].rows if r.state != "gone"]
-    suspended = bool(rows) and all(r.state == "suspended" for r in rows)
     if as_json:
         report.details["suspended"] = suspended
         print_json(report)

@@ -115,6 +115,13 @@ def test_keep_child(stage: Stage) -> None:
     assert second.end() == 125
     assert "[name-taken]" in second.stderr
     assert str(child) in second.stderr
+    result = stage.gpuckpt("status", "m")
+    assert (result.code, result.error["code"]) == (2, "usage")
+    assert f"its child, pid {child}" in result.error["message"]
+    result = stage.gpuckpt("recover")
+    assert f"its child, pid {child}" in result.document["warnings"][0]
+    for command in ("suspend", "resume"):
+        assert stage.gpuckpt(command, str(child)).code == 0
 
 
 def test_the_same_name_at_once_after_kill_9_ten_times(stage: Stage) -> None:
@@ -356,8 +363,10 @@ def test_orders_in_every_state(stage: Stage) -> None:
     assert stage.gpuckpt("resume", "m").document["already"]
     run.suspended()
     assert stage.gpuckpt("suspend", "m").document["already"]
+    assert stage.gpuckpt("is-suspended", "m").code == 0
     assert stage.gpuckpt("status", "m", json=False).stdout.startswith("suspended: run m ")
     assert stage.gpuckpt("resume", "m", json=False).stdout.startswith("awake: run m ")
+    assert stage.gpuckpt("is-suspended", "m").code == 1
     result = stage.gpuckpt("stop", "m")
     assert (result.code, run.end()) == (0, 0)
     result = stage.gpuckpt("stop", "m")

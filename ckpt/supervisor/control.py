@@ -53,7 +53,11 @@ def ask(name: str, command: str, *, timeout_s: float | None = None, **options: A
                 f"the run {name!r} belongs to somebody else: {e}", hint=f"sudo gpuckpt {command} {name}"
             ) from None
         except OSError as e:
-            raise errors.Usage(f"no run called {name!r} answers ({e.strerror or e})", hint="is its gpuckpt run still alive?") from None
+            left = places.orphan(name)
+            raise errors.Usage(
+                left or f"no run called {name!r} answers ({e.strerror or e})",
+                hint="act on its child by pid: gpuckpt resume, gpuckpt suspend or kill" if left else "is its gpuckpt run still alive?",
+            ) from None
     if not data:
         raise errors.RunNotReady(f"the run {name!r} ended before it answered", hint="see what it logged")
     answer: dict[str, Any] = json.loads(data)
@@ -88,12 +92,13 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             sock: socket.socket = writer.get_extra_info("socket")
+            line = await reader.readline()  # also of a stranger: closing on unread bytes would take the answer away
             uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
             if uid not in (0, os.geteuid()):
                 error: errors.GpuckptError = errors.PermissionDenied(f"uid {uid} may not control this run", hint="sudo gpuckpt …")
                 document = _failed("status", error)
             else:
-                document = await self._document(await reader.readline())
+                document = await self._document(line)
             writer.write(json.dumps(document).encode() + b"\n")
             await writer.drain()
         except (OSError, ValueError, asyncio.LimitOverrunError):

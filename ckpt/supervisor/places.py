@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gpuckpt import errors
+from gpuckpt.inspect import processes
+from gpuckpt.model import ProcessId
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 #: Bytes that the path of a unix socket may have (sockaddr_un.sun_path, with its final zero).
@@ -95,9 +97,11 @@ class Place:
         assert self.private is not None
         return check_socket_path(self.private / "http.sock")
 
-    def note(self, **facts: Any) -> None:
-        """Write down who this run is, for whoever finds its name taken."""
-        os.pwrite(self.lock_fd, json.dumps(facts).encode().ljust(512), 0)
+    def note(self, child: int) -> None:
+        """Write down who this run is, for whoever finds its name taken, or an orphan."""
+        who = {"supervisor": os.getpid(), "child": child}
+        ticks = {f"{name}_ticks": proc.start_ticks for name, pid in who.items() if (proc := processes.read(pid))}
+        os.pwrite(self.lock_fd, json.dumps({**who, **ticks}).encode().ljust(512), 0)
 
     def __enter__(self) -> Place:
         return self
@@ -172,6 +176,28 @@ def alive(path: Path) -> bool:
         except OSError:
             return True  # it does not answer, but somebody is there
     return True
+
+
+def orphan(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """In words, if the run *name* has lost its supervisor and its child lives on; else ""."""
+    facts = holder(runtime_directory(environ) / f"{name}.lock")
+    if not _lives(facts, "child") or _lives(facts, "supervisor"):
+        return ""
+    child = facts["child"]
+    return f"run {name}: its supervisor is gone, its child, pid {child} ({processes.command(child)}), lives on: gpuckpt status {child}"
+
+
+def orphans(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Every run of ours that lost its supervisor, in words."""
+    try:
+        names = sorted(p.stem for p in runtime_directory(environ).glob("*.lock"))
+    except OSError:
+        return []
+    return [words for n in names if (words := orphan(n, environ))]
+
+
+def _lives(facts: Mapping[str, Any], who: str) -> bool:
+    return who in facts and processes.is_same(ProcessId(facts[who], facts.get(f"{who}_ticks", -1)))
 
 
 def holder(lock_path: Path) -> dict[str, Any]:

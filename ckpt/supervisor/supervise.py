@@ -63,7 +63,7 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
             loop.add_signal_handler(signum, signals.put_nowait, signum)
     holding = [place.lock_fd]
     child = await Child.start(prepared.command, {**environ, **prepared.environ}, keep_child=options.keep_child, holding=holding)
-    place.note(supervisor=os.getpid(), keeper=child.keeper_pid, child=child.pid, since=time.time())
+    place.note(child.pid)
     log.info("started pid %d as run %s", child.pid, options.name)
     _many_files()
     supervised = _Supervised(options, prepared, place, child)
