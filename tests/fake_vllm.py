@@ -149,6 +149,10 @@ async def main() -> None:
     if options.engine:  # a process of its own session, as an orphan would be
         title = ["VLLM::EngineCore", "-c", "import time; time.sleep(600)"]
         subprocess.Popen(title, executable=sys.executable, start_new_session=True)
+    for _ in range(options.workers):
+        subprocess.Popen(
+            [sys.executable, "-m", "gpuckpt.driver.simtarget", "--daemon"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
     app = web.Application(middlewares=[server.middleware], client_max_size=1 << 40)
     dev = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     app.add_routes(
@@ -202,6 +206,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--golden", default="forty-two")
     parser.add_argument("--at-once", type=int, default=10000)
     parser.add_argument("--backlog", type=int, default=128)
+    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--engine", action="store_true")
     parser.add_argument("--stubborn", action="store_true")
     return parser.parse_args(words)

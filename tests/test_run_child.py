@@ -228,6 +228,18 @@ def test_a_refused_suspend_leaves_it_serving(stage: Stage) -> None:
     assert stage.gpuckpt("suspend", "m").code == 0
 
 
+def test_what_is_refused_in_any_case_is_refused_before_it_sleeps(stage: Stage) -> None:
+    """It would lose its cache for nothing."""
+    run = stage.run("--idle", "300ms", fake=("--workers", "1")).awake()
+    eventually(lambda: stage.machine.used() > 8 << 30, "the worker is there")
+    result = stage.gpuckpt("suspend", "m")
+    assert (result.code, result.error["code"]) == (6, "possible-import")
+    eventually(lambda: "idle, but not suspended" in run.stderr, "the idle clock was refused too")
+    assert run.state == "awake"
+    assert not run.notes("sleep")
+    assert run.complete(id=1).status == 200
+
+
 def test_a_server_that_refuses_to_sleep_goes_on_serving(stage: Stage) -> None:
     run = stage.run(fake=("--status", "/sleep=500")).awake()
     result = stage.gpuckpt("suspend", "m")

@@ -43,7 +43,7 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs:
             keeper = subprocess.Popen(
-                [sys.executable, "-m", "gpuckpt.supervisor.keeper"],
+                [sys.executable, "-P", "-m", "gpuckpt.supervisor.keeper"],
                 env={**os.environ, "GPUCKPT_KEEPER_FD": str(theirs.fileno())},
                 pass_fds=[theirs.fileno(), *holding],
                 start_new_session=True,

@@ -32,13 +32,16 @@ class Worker:
     async def run(
         self, command: str, pids: Sequence[int], *, timeout_s: float | None = None, wait_s: float = 0.0, accept: Collection[str] = ()
     ) -> Report:
-        """Suspend or resume the tree of *pids*. Raises what the operation raised, with its ``report`` if it had begun to act.
+        """Suspend or resume the tree of *pids*, or "check" whether a suspend would be refused.
+
+        Raises what the operation raised, with its ``report`` if it had begun to act.
 
         Raises :class:`gpuckpt.errors.InFlight` where it does not answer within :data:`LIMIT_S`; it is left to itself then.
         """
         order = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # nothing in the directory where we were started takes the place of a module
             "-m",
             "gpuckpt.supervisor.operate",
             json.dumps(order),
@@ -123,6 +126,9 @@ def _operate(command: str, pids: list[int], timeout_s: float | None, wait_s: flo
 
     with LocalWorld(command=command) as world, world.interruptible():
         operation = Operation(world, command, timeout_s=timeout_s, accept=frozenset(accept))
+        if command == "check":
+            operation.refuse(operation.inspected(pids))
+            return Report(command, True, world.simulated)
         return operation.suspend(pids) if command == "suspend" else operation.resume(pids, wait_s=wait_s)
 
 

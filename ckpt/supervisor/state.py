@@ -235,7 +235,9 @@ class Run:
             raise errors.RunNotReady(
                 f"the run is {self.state}: it cannot be suspended now", hint="gpuckpt status NAME tells when it is awake"
             )
-        if order.reason == "idle" and self.traffic.running:
+        begun = time.monotonic()
+        await self._check()
+        if order.reason == "idle" and (self.traffic.running or self.traffic.last_end > begun):
             raise errors.RunNotReady("a request came: it is not idle any more")
         self.traffic.close()
         self._enter(RunState.DRAINING)
@@ -276,6 +278,20 @@ class Run:
             self._fail(e)
         else:
             self._awake()
+
+    async def _check(self) -> None:
+        """Raise what will be refused in any case, while requests still run: the server is not put to sleep for nothing, which would
+        cost it its cache. Host memory is judged later: asleep, it needs less."""
+        self._worker = Worker()
+        try:
+            await self._worker.run("check", [self.child.pid], accept={*self.policy.accept, "host-memory"})
+        except GpuckptError as e:
+            self.last_error = e
+            raise
+        finally:
+            self._worker = None
+        if self.over:
+            raise errors.RunNotReady(f"the run is {self.state}")
 
     async def _resume(self, order: _Order) -> Report:
         if self.state is RunState.AWAKE:
