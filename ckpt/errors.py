@@ -79,6 +79,12 @@ class NotAProcess(Usage):
     code = "not-a-process"
 
 
+class NameTaken(Usage):
+    """Another run has the name, or something that is not ours lies where its socket belongs; nothing was started."""
+
+    code = "name-taken"
+
+
 class Lost(GpuckptError):
     """The GPU state of a process cannot be brought back."""
 
@@ -199,6 +205,31 @@ class Busy(Deadline):
     """Another gpuckpt is at work on the same process or GPU."""
 
     code = "concurrent-operation"
+
+
+class StillServing(Deadline):
+    """Requests were still running when the time to drain had passed; the server was left awake."""
+
+    code = "still-serving"
+
+
+class CannotStart(GpuckptError):
+    """The command of a run could not be started; ``status`` is what the run exits with."""
+
+    code = "cannot-start"
+    status = 127
+
+
+class ServerRefused(GpuckptError):
+    """A supervised server did not do what was asked over HTTP: sleep, wake up, or tell its health."""
+
+    code = "server-refused"
+
+
+class RunNotReady(GpuckptError):
+    """The run is starting, stopping or over, or has failed: it can be neither suspended nor resumed now."""
+
+    code = "run-not-ready"
 
 
 class Interrupted(GpuckptError):

@@ -31,6 +31,8 @@ ONLY_OF: dict[str, dict[str, Any]] = {
     "recover": {"recovered": []},
     "doctor": {"checks": []},
     "env": {"environment": {}},
+    "run": {"dry_run": False, "name": None, "adapter": None, "command_line": None, "environment": None, "changes": None, "listen": None},
+    "stop": {},
     "demo": {"gpu_bytes": None, "host_bytes": None, "same_answer": None, "suspend_seconds": None, "resume_seconds": None},
 }
 
@@ -93,9 +95,44 @@ def pids(targets: Sequence[str]) -> list[int]:
     found = []
     for t in targets:
         if not t.isascii() or not t.isdecimal() or int(t) == 0:
-            raise errors.Usage(f"{t!r} is not a pid", hint="gpuckpt ps lists the processes that can be suspended")
+            raise errors.Usage(f"{t!r} is neither a pid nor the name of a run", hint="gpuckpt ps lists the processes that can be suspended")
         found.append(int(t))
     return found
+
+
+def is_run(targets: Sequence[str]) -> bool:
+    """Whether TARGET words stand for one run: a name, and nothing else. Raises :class:`gpuckpt.errors.Usage` for a name among others."""
+    names = [t for t in targets if t and not t.isdigit()]
+    if not names:
+        return False
+    from gpuckpt.supervisor import control
+
+    found = [n for n in names if control.exists(n)]
+    if found and len(targets) > 1:
+        raise errors.Usage(f"{found[0]!r} is a run: name it alone", hint="one command for each run")
+    return bool(found)
+
+
+def ask_run(name: str, command: str, *, timeout_s: float | None = None, **options: Any) -> Report:
+    """What the run *name* answers. Raises its error, and :class:`gpuckpt.errors.Usage` where there is no such run."""
+    from gpuckpt.supervisor import control
+    from gpuckpt.supervisor.operate import report_or_raise
+
+    if not control.exists(name):
+        raise errors.Usage(f"there is no run called {name!r}", hint="its name is in what gpuckpt run logs")
+    return report_or_raise(command, json.dumps(control.ask(name, command, timeout_s=timeout_s, **options)).encode())
+
+
+def show_run(report: Report) -> None:
+    """A run for people."""
+    r = report.details["run"]
+    where = f", listens on {r['listen']}" if r["listen"] else ""
+    click.echo(
+        f"{r['state']}: run {r['name']} (pid {r['child_pid']}, supervisor {r['supervisor_pid']}) for {r['state_seconds']:.0f} s, "
+        f"{r['requests_running']} requests running, {r['requests_waiting']} waiting{where}"
+    )
+    if r["last_error"]:
+        click.echo(f"  last failure: {r['last_error']['message']} [{r['last_error']['code']}]")
 
 
 def execute(command: str, as_json: bool, body: Callable[[], Report], show: Callable[[Report], None]) -> NoReturn:
@@ -113,8 +150,8 @@ def execute(command: str, as_json: bool, body: Callable[[], Report], show: Calla
     finish(0)
 
 
-def fail(command: str, as_json: bool, error: GpuckptError) -> NoReturn:
-    """Say *error* in words or as a document, with what it left behind, and exit with its code."""
+def fail(command: str, as_json: bool, error: GpuckptError, status: int | None = None) -> NoReturn:
+    """Say *error* in words or as a document, with what it left behind, and exit with its code, or with *status*."""
     report = error.report or Report(command, False, bool(os.environ.get("GPUCKPT_SIMULATE")), error=error.as_dict())
     if as_json:
         print_json(report)
@@ -129,7 +166,7 @@ def fail(command: str, as_json: bool, error: GpuckptError) -> NoReturn:
         if error.hint:
             click.echo(f"  try: {error.hint}", err=True)
         click.echo(f"  [{error.code}] docs/failures.md", err=True)
-    finish(errors.exit_code(error))
+    finish(errors.exit_code(error) if status is None else status)
 
 
 def print_json(report: Report) -> None:

@@ -18,6 +18,8 @@ COMMANDS = {
     "is-suspended": ("status", "Exit 0 if suspended, 1 if not."),
     "recover": ("recover", "After a crash: finish or undo what was left in the middle."),
     "exec": ("exec", "Start a program whose suspends shall be quick."),
+    "run": ("run", "Run a command that is suspended when idle and resumed on demand."),
+    "stop": ("run", "End a run, suspended or not."),
     "doctor": ("doctor", "Can this machine suspend, safely and fast?"),
     "env": ("env", "The environment that a job on several GPUs must start with."),
     "demo": ("demo", "Half a minute that shows it all."),
@@ -30,6 +32,7 @@ Examples:
   gpuckpt ps                      what is on the GPUs
   gpuckpt suspend 4242            free the GPUs of pid 4242 and all that belongs to it
   gpuckpt resume 4242             let it go on, as if nothing had happened
+  gpuckpt run -- vllm serve M     a server that leaves the GPU when idle
   gpuckpt doctor                  can this machine do it?
 """
 

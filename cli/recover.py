@@ -26,11 +26,12 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
     from gpuckpt.journal import void_words
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
+    from gpuckpt.supervisor import places
 
     try:
         with LocalWorld() as world, world.interruptible():
             void = [void_words(r) for r in world.journal.void()]
-            unreadable = world.journal.unreadable()
+            unreadable = [*world.journal.unreadable(), *places.orphans()]
             reports = recover_all(world, timeout_s=timeout_s)
     except errors.GpuckptError as e:
         fail("recover", as_json, e)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from gpuckpt import errors
-from gpuckpt.cli.common import Duration, execute, json_option, pids, timeout_option
+from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.model import Report
 from gpuckpt.words import size
@@ -29,8 +29,8 @@ def resume(
 ) -> None:
     """Put suspended TARGETs back on their GPUs, at the same addresses, and let them go on.
 
-    A TARGET is a pid; it stands for the group that was suspended with it. Restore is called only when every GPU has room:
-    a restore that runs out of memory would lose the process.
+    A TARGET is a pid, or the name of a run. A pid stands for the group that was suspended with it. Restore is called only when
+    every GPU has room: a restore that runs out of memory would lose the process.
 
     \b
     Examples:
@@ -40,6 +40,8 @@ def resume(
     """
 
     def body() -> Report:
+        if is_run(targets):
+            return ask_run(targets[0], "resume", timeout_s=timeout_s)
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
         from gpuckpt.preview import Preview
@@ -55,6 +57,9 @@ def resume(
 
 def show(report: Report) -> None:
     """The report for people."""
+    if "run" in report.details:
+        show_run(report)
+        return
     for p in report.processes:
         if report.already:
             click.echo(f"already {p.state}: pid {p.pid} ({p.name})")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import click
 
-from gpuckpt.cli.common import execute, fail, finish, json_option, look_timeout_option, pids, print_json
+from gpuckpt.cli.common import ask_run, execute, fail, finish, is_run, json_option, look_timeout_option, pids, print_json, show_run
 from gpuckpt.cli.ps import as_report
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
@@ -27,10 +28,19 @@ def status(targets: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
       gpuckpt status
       gpuckpt status 4242 --json
     """
-    execute("status", as_json, lambda: as_report("status", tuple(pids(targets)), timeout_s, as_json), show)
+
+    def body() -> Report:
+        if is_run(targets):
+            return ask_run(targets[0], "status", timeout_s=timeout_s)
+        return as_report("status", tuple(pids(targets)), timeout_s, as_json)
+
+    execute("status", as_json, body, show)
 
 
 def show(report: Report) -> None:
+    if "run" in report.details:
+        show_run(report)
+        return
     rows = report.details["_overview"].rows
     for r in rows:
         on = ", ".join(f"{size(g.nbytes)} on {g.uuid}" for g in r.gpus)
@@ -47,18 +57,22 @@ def show(report: Report) -> None:
 @look_timeout_option
 @json_option
 def is_suspended(target: str, timeout_s: float, as_json: bool) -> None:
-    """Exit 0 if TARGET and all that belongs to it is suspended, 1 if not. Prints nothing but with --json.
+    """Exit 0 if TARGET (a pid and all that belongs to it, or the name of a run) is suspended, 1 if not. Prints nothing but with --json.
 
     \b
     Examples:
       gpuckpt is-suspended 4242 && echo the GPU is free
     """
     try:
-        report = as_report("is-suspended", tuple(pids([target])), timeout_s, as_json)
+        if is_run([target]):
+            report = dataclasses.replace(ask_run(target, "status", timeout_s=timeout_s), command="is-suspended")
+            suspended = report.details["run"]["state"] == "suspended"
+        else:
+            report = as_report("is-suspended", tuple(pids([target])), timeout_s, as_json)
+            rows = [r for r in report.details["_overview"].rows if r.state != "gone"]
+            suspended = bool(rows) and all(r.state == "suspended" for r in rows)
     except GpuckptError as e:
         fail("is-suspended", as_json, e)
-    rows = [r for r in report.details["_overview"].rows if r.state != "gone"]
-    suspended = bool(rows) and all(r.state == "suspended" for r in rows)
     if as_json:
         report.details["suspended"] = suspended
         print_json(report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpuckpt.cli.common import execute, json_option, pids, timeout_option
+from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 from gpuckpt.words import size
@@ -28,8 +28,8 @@ def suspend(
 ) -> None:
     """Move everything that TARGETs hold on their GPUs to host memory.
 
-    A TARGET is a pid; it stands for every CUDA process that belongs to it. The processes stay alive and wait. Several TARGETs
-    form one operation: all or none. What is already suspended stays so.
+    A TARGET is a pid, or the name of a run. A pid stands for every CUDA process that belongs to it. The processes stay alive and
+    wait. Several pids form one operation: all or none. What is already suspended stays so.
 
     \b
     Examples:
@@ -39,6 +39,8 @@ def suspend(
     """
 
     def body() -> Report:
+        if is_run(targets):
+            return ask_run(targets[0], "suspend", timeout_s=timeout_s)
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
         from gpuckpt.preview import Preview
@@ -53,6 +55,9 @@ def suspend(
 
 def show(report: Report) -> None:
     """The report for people."""
+    if "run" in report.details:
+        show_run(report)
+        return
     for p in report.processes:
         if report.already:
             click.echo(f"already suspended: pid {p.pid} ({p.name})")

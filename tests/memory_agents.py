@@ -54,7 +54,8 @@ class Agent:
             late = late or seconds > timeout_s
             seconds = min(seconds, timeout_s)
         elif asked.call in (Call.DISARM, Call.ARM, Call.UNQUIESCE):
-            seconds, late = QUICK_S, False  # the agent's own thread, which nothing holds up
+            self._end(asked, failed=False)  # the agent's own thread, which nothing holds up
+            return
         self.machine.at(seconds, lambda: self._end(asked, late))
 
     def lose(self, controller: object) -> None:

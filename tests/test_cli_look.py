@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from tests.conftest import Machine
 
-COMMANDS = ("ps", "suspend", "resume", "status", "is-suspended", "recover", "exec", "doctor", "env", "demo", "completion")
+COMMANDS = ("ps", "suspend", "resume", "status", "is-suspended", "recover", "exec", "run", "stop", "doctor", "env", "demo", "completion")
 COMMON = {"schema", "command", "ok", "simulated", "processes", "seconds", "steps", "hazards", "warnings", "already", "error"}
 
 

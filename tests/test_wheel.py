@@ -22,6 +22,7 @@ PACKAGES = {
     "gpuckpt/image",
     "gpuckpt/inspect",
     "gpuckpt/nccl",
+    "gpuckpt/supervisor",
 }
 PRELOAD = "gpuckpt/image/libgpuckpt_preload.abi3.so"
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"

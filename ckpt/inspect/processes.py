@@ -20,6 +20,8 @@ LAUNCHERS = frozenset(
     "docker-init catatonit runit s6-svscan supervisord cron crond atd slurmstepd gnome-terminal- konsole xterm kitty wezterm-gui "
     "alacritty code code-server jupyter-lab jupyterhub-sin".split()
 )
+#: The parent of a command that `gpuckpt run` supervises: what it started is one tree, and has nothing in common with other runs.
+KEEPER = "gpuckpt-keeper"
 SHELLS = frozenset("sh bash zsh fish dash tcsh csh ksh mksh nu xonsh pwsh".split())
 
 
@@ -170,13 +172,13 @@ def relatives(pid: int, procs: dict[int, Proc], root: Path = ROOT) -> dict[int, 
 
 
 def _root(pid: int, procs: dict[int, Proc], known: dict[int, int]) -> int:
-    """The highest ancestor of *pid* below init and below anything that merely launches."""
+    """The highest ancestor of *pid* below init and below anything that merely launches; within a run, its keeper."""
     path = []
     here = pid
     while here not in known:
         path.append(here)
         parent = procs.get(procs[here].ppid)
-        if parent is None or parent.pid == 1 or _launches(parent):
+        if parent is None or parent.pid == 1 or _launches(parent) or procs[here].comm == KEEPER:
             known[here] = here
         else:
             here = parent.pid

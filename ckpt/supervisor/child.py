@@ -1,0 +1,111 @@
+"""The supervised command as its supervisor sees it: started, signalled, stopped in order, and what it exited with.
+
+The process itself hangs on a :mod:`gpuckpt.supervisor.keeper`, so that the tree dies with the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuckpt import errors
+from gpuckpt.inspect import processes
+from gpuckpt.supervisor.keeper import descendants
+
+EXIT_OWN_FAILURE, EXIT_CANNOT_RUN, EXIT_NOT_FOUND = 125, 126, 127
+
+
+class Child:
+    """One command. ``exited`` becomes its exit code (128+n for a signal) when the last process of its tree is gone."""
+
+    def __init__(self, keeper: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self._keeper, self._reader, self._writer = keeper, reader, writer
+        self.pid = pid
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._listener = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environ: Mapping[str, str], *, keep_child: bool = False, holding: Sequence[int] = ()
+    ) -> Child:
+        """Start *command*. The keeper holds the descriptors *holding* open until the whole tree is gone.
+
+        Raises :class:`gpuckpt.errors.CannotStart`, whose ``status`` is 126 or 127, where there is no such program.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            keeper = subprocess.Popen(
+                [sys.executable, "-P", "-m", "gpuckpt.supervisor.keeper"],
+                env={**os.environ, "GPUCKPT_KEEPER_FD": str(theirs.fileno())},
+                pass_fds=[theirs.fileno(), *holding],
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        order = {"command": list(command), "environ": dict(environ), "keep_child": keep_child}
+        writer.write(json.dumps(order).encode() + b"\n")
+        answer = json.loads(await reader.readline() or b"{}")
+        if "started" not in answer:
+            writer.close()
+            keeper.wait()
+            code = answer.get("failed", 0)
+            reason = os.strerror(code) if code else "its keeper ended"
+            error = errors.CannotStart(f"{command[0]} cannot be started: {reason}", hint="check the command after --")
+            error.status = {errno.ENOENT: EXIT_NOT_FOUND, 0: EXIT_OWN_FAILURE}.get(code, EXIT_CANNOT_RUN)
+            raise error
+        return cls(keeper, reader, writer, answer["started"])
+
+    @property
+    def keeper_pid(self) -> int:
+        return self._keeper.pid
+
+    @property
+    def alive(self) -> bool:
+        return not self.exited.done()
+
+    def tree(self) -> list[int]:
+        """The command and all that descends from it."""
+        return descendants(self._keeper.pid)
+
+    def owns(self, pid: int) -> bool:
+        """Whether *pid* belongs to the tree."""
+        return self._keeper.pid in processes.ancestors(pid, processes.table())
+
+    def send(self, signum: int) -> None:
+        """Send a signal to the command's process group."""
+        self._order(signal=signum)
+
+    def stop(self, grace_s: float, signum: int = signal.SIGTERM) -> None:
+        """Ask it to end; what still lives after *grace_s* is killed, with all that descends from it."""
+        self._order(stop=signum, grace_s=grace_s)
+
+    def kill(self) -> None:
+        self._order(kill=True)
+
+    def _order(self, **order: Any) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(order).encode() + b"\n")
+
+    async def _listen(self) -> None:
+        line = b""
+        try:
+            line = await self._reader.readline()
+        except OSError:
+            pass
+        finally:
+            self._writer.close()
+        code = 128 + signal.SIGKILL  # the keeper itself was killed, and the command with it
+        if line:
+            status = json.loads(line)["exited"]
+            code = os.waitstatus_to_exitcode(status)
+            code = 128 - code if code < 0 else code
+        await asyncio.to_thread(self._keeper.wait)
+        if not self.exited.done():
+            self.exited.set_result(code)

@@ -1,0 +1,129 @@
+"""The control socket of a run, both ends: ``gpuckpt suspend NAME`` and its like ask, the supervisor answers.
+
+One JSON line each way, then the connection ends. Only the run's own user and root are answered. The asking side imports nothing of
+the serving one, so that a command starts as fast as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpuckpt import errors
+from gpuckpt.supervisor import places
+
+SCHEMA = 1
+COMMANDS = ("suspend", "resume", "status", "stop")
+_LINE_BYTES = 1 << 20
+
+
+def exists(name: str, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether there is, or was, a run of that name."""
+    return places.is_name(name) and places.control_path(name, environ).exists()
+
+
+def ask(name: str, command: str, *, timeout_s: float | None = None, **options: Any) -> dict[str, Any]:
+    """The answer of the run *name* to *command*, as a document of ``--json``.
+
+    Raises :class:`gpuckpt.errors.Usage` where there is no such run, :class:`gpuckpt.errors.Deadline` where it does not answer in time.
+    """
+    path = places.control_path(name)
+    with socket.socket(socket.AF_UNIX) as s:
+        s.settimeout(timeout_s)
+        try:
+            _check_owner(path)
+            s.connect(str(path))
+            s.sendall(json.dumps({"schema": SCHEMA, "command": command, **options}).encode() + b"\n")
+            data = b""
+            while not data.endswith(b"\n") and (more := s.recv(65536)):
+                data += more
+        except TimeoutError:
+            raise errors.Deadline(
+                f"the run {name!r} did not answer within {timeout_s:g} s; what was asked of it goes on", hint=f"gpuckpt status {name}"
+            ) from None
+        except PermissionError as e:
+            raise errors.PermissionDenied(
+                f"the run {name!r} belongs to somebody else: {e}", hint=f"sudo gpuckpt {command} {name}"
+            ) from None
+        except OSError as e:
+            left = places.orphan(name)
+            raise errors.Usage(
+                left or f"no run called {name!r} answers ({e.strerror or e})",
+                hint="act on its child by pid: gpuckpt resume, gpuckpt suspend or kill" if left else "is its gpuckpt run still alive?",
+            ) from None
+    if not data:
+        raise errors.RunNotReady(f"the run {name!r} ended before it answered", hint="see what it logged")
+    answer: dict[str, Any] = json.loads(data)
+    return answer
+
+
+def _check_owner(path: Path) -> None:
+    found = path.lstat()
+    if found.st_uid not in (0, os.geteuid()) and os.geteuid() != 0:
+        raise PermissionError(f"{path} is not ours")
+
+
+class ControlServer:
+    """Answers on the control socket with what *answer* says."""
+
+    def __init__(self, path: Path, answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> None:
+        self._path, self._answer = path, answer
+        self._server: asyncio.Server | None = None
+
+    async def listen(self) -> None:
+        """The directory is private already; the socket is too, for whoever copies it elsewhere."""
+        before = os.umask(0o177)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, str(self._path), limit=_LINE_BYTES)
+        finally:
+            os.umask(before)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            sock: socket.socket = writer.get_extra_info("socket")
+            line = await reader.readline()  # also of a stranger: closing on unread bytes would take the answer away
+            uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            if uid not in (0, os.geteuid()):
+                error: errors.GpuckptError = errors.PermissionDenied(f"uid {uid} may not control this run", hint="sudo gpuckpt …")
+                document = _failed("status", error)
+            else:
+                document = await self._document(line)
+            writer.write(json.dumps(document).encode() + b"\n")
+            await writer.drain()
+        except (OSError, ValueError, asyncio.LimitOverrunError):
+            pass  # whoever asked has gone, or speaks something else
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    async def _document(self, line: bytes) -> dict[str, Any]:
+        try:
+            order = json.loads(line)
+            command = order["command"]
+        except (ValueError, KeyError, TypeError):
+            return _failed("status", errors.Usage("what was asked is not a command", hint="use gpuckpt of the same version"))
+        if command not in COMMANDS or order.get("schema") != SCHEMA:
+            return _failed(str(command), errors.Usage(f"this run does not know the command {command!r}", hint="use gpuckpt of its version"))
+        try:
+            return await self._answer(order)
+        except errors.GpuckptError as e:
+            return _failed(command, e)
+
+
+def _failed(command: str, error: errors.GpuckptError) -> dict[str, Any]:
+    from gpuckpt.model import Report
+
+    report = error.report or Report(command, False, bool(os.environ.get("GPUCKPT_SIMULATE")), error=error.as_dict())
+    return {**report.as_dict(), "acted": error.report is not None}

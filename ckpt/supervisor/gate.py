@@ -1,0 +1,209 @@
+"""The HTTP front of a run: a reverse proxy that holds the requests that need the GPU while the server is away, and wakes it for them.
+
+It copies bytes as they come, in both directions, and sets no limit on how many or how long. What it answers by itself is JSON
+of the form that OpenAI clients understand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import math
+from collections.abc import AsyncIterator, Sequence
+from http import HTTPStatus
+
+import aiohttp
+from aiohttp import hdrs, web
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from gpuckpt.supervisor import paths
+from gpuckpt.supervisor.metrics import Metrics
+from gpuckpt.supervisor.state import Run, RunState
+from gpuckpt.supervisor.traffic import Expired, Full, Unavailable
+from gpuckpt.supervisor.upstream import Upstream
+from gpuckpt.supervisor.websocket import tunnel
+
+log = logging.getLogger("gpuckpt.gate")
+
+HOP_BY_HOP = frozenset(
+    "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade expect".split()
+)
+#: Longest wait that a client is told, in seconds: the OpenAI clients ignore a longer one.
+RETRY_AFTER_MOST_S = 120
+RETRY_AFTER_UNKNOWN_S = 10
+METRICS_S = 2.0
+SHORT_BYTES = 1 << 16
+
+
+class Gate:
+    """Answers requests for one run."""
+
+    def __init__(self, run: Run, upstream: Upstream, metrics: Metrics, *, keys: Sequence[str] = (), hidden: bool = False) -> None:
+        self.run, self.upstream, self.metrics = run, upstream, metrics
+        self._keys, self._hidden = [k.encode() for k in keys], hidden
+        self._last_metrics = b""
+        self._runner: web.ServerRunner | None = None
+        self.address: tuple[str, int] = ("", 0)
+
+    async def listen(self, host: str, port: int) -> None:
+        """Raises ``OSError`` where the port is taken."""
+        server = web.Server(
+            self.handle, handler_cancellation=True, access_log=None, auto_decompress=False, max_line_size=65536, max_field_size=65536
+        )
+        self._runner = web.ServerRunner(server)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host or None, port, backlog=4096)
+        await site.start()
+        self.address = self._runner.addresses[0][:2]
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        target = paths.origin_form(request.raw_path)
+        path = paths.plain(target.partition("?")[0])
+        if path is None or request.method == hdrs.METH_CONNECT:
+            return self._refuse(404, "not-found", "there is no such path")
+        if request.method in ("GET", "HEAD") and path in ("/health", "/ready", "/awake", "/metrics"):
+            return await self._own(path)
+        if not paths.may_pass(path, hidden=self._hidden):
+            return self._refuse(404, "not-found", f"there is no {path} here")
+        upgrade = request.headers.get(hdrs.UPGRADE, "").lower() == "websocket"
+        if not paths.needs_gpu(request.method, path, websocket=upgrade):
+            return await self._look(request, target)
+        if not self._allowed(request):
+            return self._refuse(401, "unauthorized", "the API key is missing or wrong", "invalid_request_error")
+        try:
+            await self.run.traffic.enter()
+        except Full:
+            words = f"{self.run.traffic.max_waiting} requests are waiting already, as many as may"
+            return self._refuse(429, "too-many-waiting", words, "rate_limit_error", retry=True)
+        except Expired:
+            words = f"the model was not ready within {self.run.traffic.hold_s:g} s (it is {self.run.state}); try again"
+            return self._refuse(503, "waking", words, retry=True)
+        except Unavailable as e:
+            ended = self.run.state is RunState.ENDED  # while it stops, another replica may be there: try again
+            return self._refuse(502 if ended else 503, e.error.code, e.error.message, retry=not ended)
+        try:
+            return await (tunnel(request, self.upstream, target) if upgrade else self._forward(request, target))
+        except aiohttp.WSServerHandshakeError as e:
+            return self._refuse(e.status, "upgrade-refused", f"the server refused the WebSocket: {e.message}")
+        except (aiohttp.ClientError, OSError) as e:
+            return self._unreachable(e)
+        finally:
+            self.run.traffic.leave()
+
+    # What the gate answers by itself.
+
+    async def _own(self, path: str) -> web.StreamResponse:
+        state = self.run.state
+        if path == "/metrics":
+            return web.Response(body=self.metrics.text() + await self._server_metrics(), content_type="text/plain", charset="utf-8")
+        if path == "/awake":
+            ok = state is RunState.AWAKE
+        else:
+            ok = state not in (RunState.STARTING, RunState.FAILED, RunState.STOPPING, RunState.ENDED)
+            if state is RunState.AWAKE:
+                ok = await self.upstream.healthy() or self.run.state is not RunState.AWAKE
+        return web.json_response({"state": str(state)}, status=200 if ok else 503)
+
+    async def _server_metrics(self) -> bytes:
+        """The server's own, also while it is suspended; the last ones known where it does not answer."""
+        with contextlib.suppress(Exception):
+            status, body = await self.upstream.call("GET", "/metrics", within_s=METRICS_S)
+            if status == 200:
+                self._last_metrics = body
+        return self._last_metrics
+
+    def _refuse(self, status: int, code: str, words: str, kind: str = "", retry: bool = False) -> web.Response:
+        self.metrics.answered.labels(code).inc()
+        kind = kind or ("service_unavailable_error" if status >= 500 else "invalid_request_error")
+        response = web.json_response({"error": {"message": words, "type": kind, "param": None, "code": code}}, status=status)
+        if retry:
+            response.headers[hdrs.RETRY_AFTER] = str(self._retry_after())
+            response.headers["x-should-retry"] = "true"
+        elif status >= 500:
+            response.headers["x-should-retry"] = "false"
+        return response
+
+    def _retry_after(self) -> int:
+        seconds = math.ceil(self.run.resume_s) if self.run.resume_s else RETRY_AFTER_UNKNOWN_S
+        return max(1, min(RETRY_AFTER_MOST_S, seconds))
+
+    def _unreachable(self, error: Exception) -> web.Response:
+        ended = f"; it is {self.run.state}" if self.run.state is not RunState.AWAKE else ""
+        return self._refuse(502, "server-unreachable", f"the server did not answer: {type(error).__name__}: {error}{ended}")
+
+    def _allowed(self, request: web.BaseRequest) -> bool:
+        """Whether the server would take its key. Asked before a request may wake it or take a place."""
+        if not self._keys:
+            return True
+        scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        offered = given.strip().encode()
+        return scheme.lower() == "bearer" and any([hmac.compare_digest(k, offered) for k in self._keys])  # noqa: C419 - all are compared, whichever fits
+
+    # What the server answers.
+
+    async def _look(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
+        """A request that needs no GPU: the server's front answers it, suspended or not."""
+        if self.run.state is RunState.STARTING:
+            return self._refuse(503, "starting", "the server is starting", retry=True)
+        try:
+            return await self._forward(request, target)
+        except (aiohttp.ClientError, OSError) as e:
+            return self._unreachable(e)
+
+    async def _forward(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
+        """Pass *request* on and its answer back. Raises only while nothing of an answer has been sent."""
+        body = await self._body(request) if request.body_exists else None
+        async with self.upstream.session.request(
+            request.method,
+            URL(self.upstream.base + target, encoded=True),
+            headers=passed_on(request.headers),
+            data=body,
+            allow_redirects=False,
+        ) as answer:
+            response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers))
+            await response.prepare(request)
+            if request.method == hdrs.METH_HEAD or answer.status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
+                return response
+            try:
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+            except (aiohttp.ClientError, OSError) as e:
+                log.info("%s %s: cut short: %s", request.method, target, e)
+                if request.transport is not None:
+                    request.transport.abort()  # an answer that is cut short must not look whole
+            return response
+
+    @staticmethod
+    async def _body(request: web.BaseRequest) -> bytes | AsyncIterator[bytes]:
+        """A short body as it is, which goes in one packet with its head; a longer one, or one of unknown length, as it comes."""
+        if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        length = request.content_length
+        return await request.read() if length is not None and length <= SHORT_BYTES else request.content.iter_any()
+
+
+def passed_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """*headers* without those that belong to one connection."""
+    named = {name.strip().lower() for value in headers.getall(hdrs.CONNECTION, ()) for name in value.split(",")}
+    drop = HOP_BY_HOP | named
+    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in drop)
+
+
+def where(address: tuple[str, int]) -> str:
+    """ "HOST:PORT", with brackets for an IPv6 address."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def announce(gate: Gate, host: str, port: int) -> None:
+    """Listen, and say where; as soon as possible, so that clients are held and not refused while the server starts."""
+    await gate.listen(host, port)
+    log.info("listening on http://%s", where(gate.address))

@@ -1,0 +1,209 @@
+"""Where a run keeps its sockets: a private directory, one name a run, taken for as long as anything of it lives.
+
+The name is held by a ``flock`` that the supervisor and the keeper of its child share, so that it is free again only when the whole
+tree is gone. A dead socket is replaced; a live one, or anything that is no socket of ours, never.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpuckpt import errors
+from gpuckpt.inspect import processes
+from gpuckpt.model import ProcessId
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+#: Bytes that the path of a unix socket may have (sockaddr_un.sun_path, with its final zero).
+SOCKET_PATH_BYTES = 107
+#: How long a new run waits for the last one of its name to be gone, in seconds: a tree that is killed takes a moment to end.
+TAKEN_WAIT_S = 5.0
+
+
+def is_name(text: str) -> bool:
+    """Whether *text* can name a run: letters, digits, ``.``, ``_`` and ``-``, at most 32, and not all digits (that is a pid)."""
+    return NAME.fullmatch(text) is not None and not text.isdigit()
+
+
+def name_for(command: list[str]) -> str:
+    """A name for a run of *command*: the model of ``vllm serve MODEL``, else the program."""
+    words = [w for w in command if not w.startswith("-")]
+    chosen = words[words.index("serve") + 1] if "serve" in words[:-1] else Path(command[0]).name
+    text = re.sub(r"[^A-Za-z0-9._-]+", "-", chosen.rstrip("/").rsplit("/", 1)[-1]).strip("-._")[:32].rstrip("-._")
+    return text if is_name(text) else "run"
+
+
+def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """``GPUCKPT_RUNTIME_DIR``, else below ``XDG_RUNTIME_DIR``, else ``/run/gpuckpt`` for root, else ``/tmp/gpuckpt-UID``."""
+    if chosen := environ.get("GPUCKPT_RUNTIME_DIR"):
+        return Path(chosen)
+    if base := environ.get("XDG_RUNTIME_DIR"):
+        return Path(base) / "gpuckpt"
+    return Path("/run/gpuckpt") if os.geteuid() == 0 else Path(f"/tmp/gpuckpt-{os.geteuid()}")  # noqa: S108 - checked to be ours alone
+
+
+def private(directory: Path) -> Path:
+    """*directory*, there, ours, and closed to others. Raises :class:`gpuckpt.errors.PermissionDenied` for anything else at its path."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700, parents=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise errors.PermissionDenied(
+            f"{directory} is not a directory of ours; nothing was started", hint="remove it, or set GPUCKPT_RUNTIME_DIR to another one"
+        )
+    if found.st_mode & 0o077:
+        directory.chmod(0o700)
+    return directory
+
+
+def control_path(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    return runtime_directory(environ) / f"{name}.sock"
+
+
+class Place:
+    """The name of a run, held. Use as a context manager."""
+
+    def __init__(self, name: str, environ: Mapping[str, str] = os.environ) -> None:
+        self.name = name
+        self.directory = private(runtime_directory(environ))
+        self.control = self.directory / f"{name}.sock"
+        self._lock_path = self.directory / f"{name}.lock"
+        self.lock_fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self.private: Path | None = None
+        try:
+            self._take()
+            check_socket_path(self.control)
+            clear(self.control)
+            self._clear_left()
+            self.private = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=self.directory))
+        except BaseException:
+            os.close(self.lock_fd)
+            raise
+
+    @property
+    def upstream(self) -> Path:
+        """Where the child's server listens: in a directory that nobody else may enter."""
+        assert self.private is not None
+        return check_socket_path(self.private / "http.sock")
+
+    def note(self, child: int) -> None:
+        """Write down who this run is, for whoever finds its name taken, or an orphan."""
+        who = {"supervisor": os.getpid(), "child": child}
+        ticks = {f"{name}_ticks": proc.start_ticks for name, pid in who.items() if (proc := processes.read(pid))}
+        os.pwrite(self.lock_fd, json.dumps({**who, **ticks}).encode().ljust(512), 0)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing but the lock file: removing that would let two hold the same name."""
+        with contextlib.suppress(OSError):
+            self.control.unlink()
+        if self.private is not None:
+            shutil.rmtree(self.private, ignore_errors=True)
+        os.close(self.lock_fd)
+
+    def _take(self) -> None:
+        until = time.monotonic() + TAKEN_WAIT_S
+        while True:
+            try:
+                fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    break
+            time.sleep(0.05)
+        facts = holder(self._lock_path)
+        who = f"pid {facts['supervisor']}, its child is pid {facts['child']}" if "child" in facts else "it is starting"
+        raise errors.NameTaken(
+            f"a run is already called {self.name!r} ({who}); nothing was started",
+            hint=f"gpuckpt status {self.name}; choose another --name, or end it: gpuckpt stop {self.name}",
+        )
+
+    def _clear_left(self) -> None:
+        """Private directories of an earlier run of this name, which ended without a word. We hold its name: it is gone."""
+        for left in self.directory.glob(f"{self.name}.????????"):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def check_socket_path(path: Path) -> Path:
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        raise errors.Usage(
+            f"{path} is too long for a unix socket ({SOCKET_PATH_BYTES} bytes at most)",
+            hint="choose a shorter --name, or set GPUCKPT_RUNTIME_DIR to a directory with a short path",
+        )
+    return path
+
+
+def clear(path: Path) -> None:
+    """Make *path* free for a socket: remove one that nobody listens on. Raises :class:`gpuckpt.errors.NameTaken` for anything else."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    what = ""
+    if stat.S_ISLNK(found.st_mode):
+        what = "a symbolic link"
+    elif not stat.S_ISSOCK(found.st_mode):
+        what = "no socket"
+    elif alive(path):
+        what = "a socket that a program listens on"
+    if what:
+        raise errors.NameTaken(f"{path} is {what}; it was left alone, nothing was started", hint="choose another --name, or remove it")
+    path.unlink()
+
+
+def alive(path: Path) -> bool:
+    """Whether somebody listens on the socket at *path*."""
+    with socket.socket(socket.AF_UNIX) as s:
+        s.settimeout(1.0)
+        try:
+            s.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True  # it does not answer, but somebody is there
+    return True
+
+
+def orphan(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """In words, if the run *name* has lost its supervisor and its child lives on; else ""."""
+    facts = holder(runtime_directory(environ) / f"{name}.lock")
+    if not _lives(facts, "child") or _lives(facts, "supervisor"):
+        return ""
+    child = facts["child"]
+    return f"run {name}: its supervisor is gone, its child, pid {child} ({processes.command(child)}), lives on: gpuckpt status {child}"
+
+
+def orphans(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Every run of ours that lost its supervisor, in words."""
+    try:
+        names = sorted(p.stem for p in runtime_directory(environ).glob("*.lock"))
+    except OSError:
+        return []
+    return [words for n in names if (words := orphan(n, environ))]
+
+
+def _lives(facts: Mapping[str, Any], who: str) -> bool:
+    return who in facts and processes.is_same(ProcessId(facts[who], facts.get(f"{who}_ticks", -1)))
+
+
+def holder(lock_path: Path) -> dict[str, Any]:
+    """What the holder of a name wrote down about itself; {} if nothing yet."""
+    try:
+        found: dict[str, Any] = json.loads(lock_path.read_text() or "{}")
+    except (OSError, ValueError):
+        return {}
+    return found

@@ -1,0 +1,396 @@
+"""The state of a run, and its one writer: orders come from the gate, the idle clock, the control socket and signals, and are carried
+out here one at a time, in the order in which they came.
+
+=========== ==================================== ==================================== ===============================
+state       suspend                              resume                               stop
+=========== ==================================== ==================================== ===============================
+STARTING    refused                              waits in the gate, refused else      TERM, grace, KILL
+AWAKE       drain, sleep, checkpoint             done already                         TERM, grace, KILL
+DRAINING    joins the one under way              after it                             TERM, grace, KILL
+SUSPENDING  joins the one under way              after it                             back first, then TERM; else KILL
+SUSPENDED   done already                         restore, wake up, health             KILL: the GPU may be full
+RESUMING    after it                             joins the one under way              back first, then TERM; else KILL
+FAILED      refused                              tried again                          KILL
+STOPPING    refused                              refused                              KILL
+ENDED       refused                              refused                              nothing
+=========== ==================================== ==================================== ===============================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gpuckpt import errors
+from gpuckpt.errors import GpuckptError
+from gpuckpt.inspect import processes
+from gpuckpt.model import Report
+from gpuckpt.supervisor.child import Child
+from gpuckpt.supervisor.keeper import DEATH_S
+from gpuckpt.supervisor.operate import Worker
+from gpuckpt.supervisor.traffic import Traffic
+
+log = logging.getLogger("gpuckpt.run")
+
+#: How long a stop waits for an operation to go back, in seconds. It is killed as it is then.
+GO_BACK_S = 20.0
+HEALTH_POLL_S = 0.1
+#: A process that closed its connections because it dies is gone within this time, in seconds.
+DYING_S = 0.1
+#: How long a server may take to answer that it is healthy after it was woken, in seconds.
+HEALTHY_AGAIN_S = 60.0
+
+
+class RunState(enum.StrEnum):
+    STARTING = "starting"
+    AWAKE = "awake"
+    DRAINING = "draining"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    RESUMING = "resuming"
+    FAILED = "failed"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class Server(Protocol):
+    """What a run asks of the program that it supervises. Calls raise :class:`gpuckpt.errors.ServerRefused`."""
+
+    async def healthy(self) -> bool: ...
+
+    async def sleep(self) -> None:
+        """Before a suspend: give back what it can by itself. No request runs."""
+        ...
+
+    async def wake(self) -> None:
+        """After a resume, or a suspend that did not come about."""
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a person chose. Times in seconds."""
+
+    drain_s: float = 30.0
+    grace_s: float = 10.0
+    timeout_s: float | None = None  # of one operation; None: its own default
+    accept: frozenset[str] = frozenset()
+
+
+@dataclass(eq=False)
+class _Order:
+    kind: str
+    reason: str
+    drain_s: float
+    done: asyncio.Future[Report] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Run:
+    """One supervised child. ``changed`` is called after each change of state."""
+
+    def __init__(self, child: Child, server: Server, traffic: Traffic, policy: Policy) -> None:
+        self.child, self.server, self.traffic, self.policy = child, server, traffic, policy
+        self.state = RunState.STARTING
+        self.since = time.monotonic()
+        self.down = False  # whether GPU state of the child may be elsewhere than on its GPUs
+        self.killed_for: int | None = None  # the signal for whose sake a suspended child was killed
+        self.resume_s = 0.0  # what the last resume took
+        self.last_error: GpuckptError | None = None
+        self.lost: asyncio.Future[GpuckptError] = asyncio.get_running_loop().create_future()
+        self.changed: list[Callable[[RunState], None]] = []
+        self.finished: list[Callable[[str, str, Report | GpuckptError, float], None]] = []  # command, reason, outcome, seconds
+        self._orders: asyncio.Queue[_Order] = asyncio.Queue()
+        self._last: _Order | None = None
+        self._current: asyncio.Task[Report] | None = None
+        self._worker: Worker | None = None
+        self.pids: list[int] = []  # that the last suspend took off their GPUs
+        self._news = asyncio.Event()
+        traffic.wanted = self.want_awake
+        self._tasks: list[asyncio.Task[None]] = []
+        for part in (self._start(), self._carry_out(), self._end()):
+            self.stand_by(part)
+
+    def stand_by(self, part: Coroutine[Any, Any, None]) -> None:
+        """Keep *part* going until the run is closed. Should it break, the run ends: half of a supervisor is worse than none."""
+        task = asyncio.create_task(part)
+        task.add_done_callback(self._part_ended)
+        self._tasks.append(task)
+
+    def _part_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a part of the supervisor broke", exc_info=error)
+            self.give_up(GpuckptError(f"a part of the supervisor broke: {type(error).__name__}: {error}"))
+
+    def give_up(self, error: GpuckptError) -> None:
+        """The run cannot go on: whoever waits for :attr:`lost` ends it."""
+        self.traffic.fail(error, for_good=True)
+        if not self.lost.done():
+            self.lost.set_result(error)
+
+    # Orders.
+
+    async def suspend(self, reason: str, drain_s: float | None = None) -> Report:
+        """Free the GPUs. See the table above; raises a :class:`GpuckptError` where it was not done."""
+        return await self._order("suspend", reason, self.policy.drain_s if drain_s is None else drain_s)
+
+    async def resume(self, reason: str) -> Report:
+        """Have the server serve again."""
+        return await self._order("resume", reason, 0.0)
+
+    def want_awake(self) -> None:
+        """A request waits."""
+        waking = self._last is not None and self._last.kind == "resume" and not self._last.done.done()
+        if self.state is RunState.STARTING or waking:
+            return
+        order = self._enqueue("resume", "request", 0.0)
+        order.done.add_done_callback(lambda f: f.cancelled() or f.exception())  # those who wait are told through the door
+
+    async def stop(self, signum: int = signal.SIGTERM) -> None:
+        """End the child. Asked again: at once."""
+        if self.over:
+            self.child.kill()
+            return
+        was = self.state
+        self._enter(RunState.STOPPING)
+        self.traffic.fail(errors.RunNotReady("the server is being stopped"), for_good=True)
+        if self._current is not None:
+            if self._worker is not None:
+                self._worker.interrupt()
+                await asyncio.wait({self._current}, timeout=GO_BACK_S)
+            else:
+                self._current.cancel()
+                await asyncio.wait({self._current}, timeout=1.0)
+        if self.down:
+            log.info("stopping: it was %s, so it is killed without being restored", was)
+            self.killed_for = signum
+            self.child.kill()
+        else:
+            self.child.stop(self.policy.grace_s, signum)
+
+    @property
+    def over(self) -> bool:
+        """Whether it is being stopped, or has ended."""
+        return self.state in (RunState.STOPPING, RunState.ENDED)
+
+    async def until(self, *states: RunState) -> None:
+        while self.state not in states:
+            self._news.clear()
+            await self._news.wait()
+
+    async def close(self) -> None:
+        doomed = [*self._tasks, *([self._current] if self._current else [])]
+        for task in doomed:
+            task.cancel()
+        await asyncio.gather(*doomed, return_exceptions=True)
+
+    async def _order(self, kind: str, reason: str, drain_s: float) -> Report:
+        last = self._last
+        if last is not None and last.kind == kind and not last.done.done():
+            return await asyncio.shield(last.done)
+        return await asyncio.shield(self._enqueue(kind, reason, drain_s).done)
+
+    def _enqueue(self, kind: str, reason: str, drain_s: float) -> _Order:
+        self._last = _Order(kind, reason, drain_s)
+        self._orders.put_nowait(self._last)
+        return self._last
+
+    # The writer.
+
+    async def _carry_out(self) -> None:
+        while True:
+            order = await self._orders.get()
+            work = self._suspend(order) if order.kind == "suspend" else self._resume(order)
+            begun = time.monotonic()
+            self._current = asyncio.create_task(work)
+            await asyncio.wait({self._current})
+            task, self._current = self._current, None
+            error = errors.RunNotReady("the run is being stopped") if task.cancelled() else task.exception()
+            if error is None:
+                report = task.result()
+                if not report.already:
+                    self._tell(order, report, begun)
+                if not order.done.done():
+                    order.done.set_result(report)
+                continue
+            if not isinstance(error, GpuckptError):
+                log.error("%s failed", order.kind, exc_info=error)
+                error = GpuckptError(f"{type(error).__name__}: {error}")
+            if not isinstance(error, errors.RunNotReady):
+                self._tell(order, error, begun)
+            if not order.done.done():
+                order.done.set_exception(error)
+                order.done.exception()  # nobody need be listening
+
+    async def _suspend(self, order: _Order) -> Report:
+        if self.state is RunState.SUSPENDED:
+            return Report("suspend", True, False, already=True)
+        if self.state is not RunState.AWAKE:
+            raise errors.RunNotReady(
+                f"the run is {self.state}: it cannot be suspended now", hint="gpuckpt status NAME tells when it is awake"
+            )
+        begun = time.monotonic()
+        await self._check()
+        if order.reason == "idle" and (self.traffic.running or self.traffic.last_end > begun):
+            raise errors.RunNotReady("a request came: it is not idle any more")
+        self.traffic.close()
+        self._enter(RunState.DRAINING)
+        slept = False
+        try:
+            if not await self.traffic.quiet(order.drain_s):
+                raise errors.StillServing(
+                    f"{self.traffic.running} requests were still running after {order.drain_s:g} s; the server was left awake",
+                    hint="wait for them, or give a longer --drain",
+                )
+            self._enter(RunState.SUSPENDING)
+            slept = True
+            await self.server.sleep()
+            report = await self._operate("suspend", [self.child.pid])
+        except GpuckptError as e:
+            self.last_error = e
+            await self._back(e, slept)
+            raise
+        self.pids = [p.pid for p in report.processes]
+        self.last_error = None
+        self._enter(RunState.SUSPENDED)
+        if self.traffic.waiting:
+            self.want_awake()
+        return report
+
+    async def _back(self, cause: GpuckptError, slept: bool) -> None:
+        """After a suspend that did not come about: serve again, if the child is as it was found."""
+        if self.over:
+            return
+        if self.down:
+            self._fail(cause)
+            return
+        try:
+            if slept:
+                await self._woken()
+        except errors.ServerRefused as e:
+            cause.add_note(f"and then it did not wake up: {e.message}")
+            self._fail(e)
+        else:
+            self._awake()
+
+    async def _check(self) -> None:
+        """Raise what will be refused in any case, while requests still run: the server is not put to sleep for nothing, which would
+        cost it its cache. Host memory is judged later: asleep, it needs less."""
+        self._worker = Worker()
+        try:
+            await self._worker.run("check", [self.child.pid], accept={*self.policy.accept, "host-memory"})
+        except GpuckptError as e:
+            self.last_error = e
+            raise
+        finally:
+            self._worker = None
+        if self.over:
+            raise errors.RunNotReady(f"the run is {self.state}")
+
+    async def _resume(self, order: _Order) -> Report:
+        if self.state is RunState.AWAKE:
+            return Report("resume", True, False, already=True)
+        if self.state not in (RunState.SUSPENDED, RunState.FAILED):
+            raise errors.RunNotReady(f"the run is {self.state}: it cannot be resumed now", hint="gpuckpt status NAME")
+        del order
+        begun = time.monotonic()
+        self._enter(RunState.RESUMING)
+        try:
+            report = await self._operate("resume", self.pids or [self.child.pid], wait_s=self.traffic.hold_s)
+            gone = [p for p in report.processes if p.state == "gone"]
+            if gone:
+                raise errors.Lost(f"pid {gone[0].pid} ({gone[0].name}) ended while it was suspended", pid=gone[0].pid, report=report)
+            await self._woken()
+        except GpuckptError as e:
+            self.last_error = e
+            await self._told_if_dead()
+            if isinstance(e, errors.ServerRefused) or (self.down and e.exit_code == 3):
+                self._fail(e)
+            else:
+                self._enter(RunState.SUSPENDED)
+                self.traffic.fail(e)
+            raise
+        self.resume_s = time.monotonic() - begun
+        self._awake()
+        return report
+
+    async def _operate(self, command: str, pids: list[int], wait_s: float = 0.0) -> Report:
+        """The operation; keeps book of whether the child may be down."""
+        self._worker = Worker()
+        was, self.down = self.down, True
+        try:
+            report = await self._worker.run(command, pids, timeout_s=self.policy.timeout_s, wait_s=wait_s, accept=self.policy.accept)
+        except GpuckptError as e:
+            if e.exit_code != 3:
+                self.down = was  # everything is as it was found
+            raise
+        finally:
+            self._worker = None
+        self.down = command == "suspend"
+        return report
+
+    async def _woken(self) -> None:
+        await self.server.wake()
+        until = time.monotonic() + HEALTHY_AGAIN_S
+        while not await self.server.healthy():
+            if time.monotonic() >= until:
+                raise errors.ServerRefused(f"the server was not healthy {HEALTHY_AGAIN_S:.0f} s after it was woken")
+            await asyncio.sleep(HEALTH_POLL_S)
+
+    async def _told_if_dead(self) -> None:
+        """Where a failure may be the child's death, wait for its keeper's word: that is the better reason to give."""
+        await asyncio.sleep(DYING_S)
+        if processes.read(self.child.pid) is None:
+            await asyncio.wait({self.child.exited}, timeout=DEATH_S)
+
+    def _awake(self) -> None:
+        self._enter(RunState.AWAKE)
+        if not self.over:
+            self.traffic.open()
+
+    def _fail(self, error: GpuckptError) -> None:
+        self._enter(RunState.FAILED)
+        self.traffic.fail(error)
+        if isinstance(error, errors.Lost):
+            self.give_up(error)
+
+    def _enter(self, state: RunState) -> None:
+        if self.state is RunState.ENDED or (self.state is RunState.STOPPING and state is not RunState.ENDED):
+            return  # these are left for nothing else
+        self.state, self.since = state, time.monotonic()
+        self._news.set()
+        for tell in self.changed:
+            tell(state)
+
+    def _tell(self, order: _Order, outcome: Report | GpuckptError, begun: float) -> None:
+        for tell in self.finished:
+            tell(order.kind, order.reason, outcome, time.monotonic() - begun)
+
+    # Beginning and end.
+
+    async def _start(self) -> None:
+        while not await self.server.healthy():
+            await asyncio.sleep(HEALTH_POLL_S)
+        if self.state is RunState.STARTING:
+            self._awake()
+
+    async def _end(self) -> None:
+        code = await asyncio.shield(self.child.exited)
+        was = self.state
+        self._enter(RunState.ENDED)
+        self.traffic.fail(errors.RunNotReady(f"the server ended with exit code {code} while it was {was}"), for_good=True)
+        if self._worker is not None:
+            self._worker.interrupt()
+        elif self._current is not None:
+            self._current.cancel()
+        while not self._orders.empty():
+            order = self._orders.get_nowait()
+            with contextlib.suppress(asyncio.InvalidStateError):
+                order.done.set_exception(errors.RunNotReady("the run has ended"))
+                order.done.exception()

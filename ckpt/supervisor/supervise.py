@@ -1,0 +1,193 @@
+"""``gpuckpt run``, put together: a child, its state, the gate, the idle clock and the control socket, until the child ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import resource
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from gpuckpt import errors
+from gpuckpt.model import Report
+from gpuckpt.supervisor import idle, vllm
+from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
+from gpuckpt.supervisor.control import ControlServer
+from gpuckpt.supervisor.engines import Engines
+from gpuckpt.supervisor.gate import Gate, announce, where
+from gpuckpt.supervisor.metrics import Metrics
+from gpuckpt.supervisor.places import Place
+from gpuckpt.supervisor.state import Policy, Run, RunState, Server
+from gpuckpt.supervisor.traffic import Traffic
+from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
+
+log = logging.getLogger("gpuckpt.run")
+
+#: Signals that end the child in order, and those that it just gets.
+ENDING = (signal.SIGTERM, signal.SIGINT)
+FORWARDED = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
+#: How long answers that are under way may take after the child has ended, in seconds.
+LAST_ANSWERS_S = 0.5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a person asked for. Times in seconds."""
+
+    name: str
+    adapter: str = "none"  # "vllm", "url" or "none"
+    upstream: str = ""
+    health: str = "/health"
+    listen: tuple[str, int] = ("127.0.0.1", 8000)
+    idle_s: float | None = None
+    hold_s: float = 50.0
+    max_waiting: int = 1000
+    keep_child: bool = False
+    policy: Policy = field(default_factory=Policy)
+
+
+async def supervise(options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str] = os.environ) -> int:
+    """Run the command to its end and return what to exit with."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for signum in (*ENDING, *FORWARDED):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
+            loop.add_signal_handler(signum, signals.put_nowait, signum)
+    holding = [place.lock_fd]
+    child = await Child.start(prepared.command, {**environ, **prepared.environ}, keep_child=options.keep_child, holding=holding)
+    place.note(child.pid)
+    log.info("started pid %d as run %s", child.pid, options.name)
+    _many_files()
+    supervised = _Supervised(options, prepared, place, child)
+    try:
+        return await supervised.live(signals)
+    finally:
+        await supervised.close()
+
+
+class _Supervised:
+    """A started child and all that stands around it."""
+
+    def __init__(self, options: Options, prepared: vllm.Prepared, place: Place, child: Child) -> None:
+        self.options, self.child = options, child
+        self.traffic = Traffic(hold_s=options.hold_s, max_waiting=options.max_waiting)
+        self.upstream: Upstream | None = None
+        server: Server = Silent()
+        if options.adapter == "vllm" and prepared.gate:
+            key = prepared.keys[0] if prepared.keys else ""
+            self.upstream = Upstream("http://vllm", Connector(str(place.upstream), child.owns), key=key)
+            server = vllm.Vllm(self.upstream, prepared.sleeps)
+        elif options.adapter == "url":
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            server = self.upstream = Upstream(options.upstream, connector, health=options.health)
+        self.run = Run(child, server, self.traffic, options.policy)
+        self.metrics = Metrics(self.run)
+        self.engines = Engines(self.run)
+        self.run.changed.append(lambda state: log.info("%s", state))
+        self.run.finished.append(_log_outcome)
+        self.gate: Gate | None = None
+        if self.upstream is not None:
+            self.gate = Gate(self.run, self.upstream, self.metrics, keys=prepared.keys, hidden=prepared.hidden)
+        self.control = ControlServer(place.control, self.answer)
+
+    async def live(self, signals: asyncio.Queue[int]) -> int:
+        try:
+            await self.control.listen()
+            if self.gate is not None:
+                await announce(self.gate, *self.options.listen)
+        except OSError as e:
+            log.error("cannot listen: %s", e.strerror or e)
+            await self.run.stop()
+            await self.child.exited
+            return EXIT_OWN_FAILURE
+        self.run.stand_by(self._obey(signals))
+        if self.options.idle_s is not None:
+            self.run.stand_by(idle.watch(self.run, self.options.idle_s))
+        endings: set[asyncio.Future[Any]] = {self.child.exited, self.run.lost}
+        await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        if not self.child.exited.done():
+            log.error("%s; the run ends", self.run.lost.result().message)
+            await asyncio.sleep(LAST_ANSWERS_S)
+            await self.run.stop()
+            await self.child.exited
+            return EXIT_OWN_FAILURE
+        code = self.child.exited.result()
+        if self.run.killed_for is not None:
+            code = 128 + self.run.killed_for
+        log.info("the command ended with %d", code)
+        await self.run.until(RunState.ENDED)
+        await self.traffic.quiet(LAST_ANSWERS_S)
+        await asyncio.sleep(0.05)  # what held requests are told is on its way
+        return code
+
+    async def close(self) -> None:
+        self.engines.close()
+        await self.control.close()
+        if self.gate is not None:
+            await self.gate.close()
+        await self.run.close()
+        if self.upstream is not None:
+            await self.upstream.close()
+
+    async def _obey(self, signals: asyncio.Queue[int]) -> None:
+        stops = set()
+        while True:
+            signum = await signals.get()
+            if signum in ENDING:
+                stops.add(asyncio.create_task(self.run.stop(signum)))
+            else:
+                self.child.send(signum)
+
+    async def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        """What the control socket answers."""
+        match order["command"]:
+            case "suspend":
+                report = await self.run.suspend("command", order.get("drain_s"))
+            case "resume":
+                report = await self.run.resume("command")
+            case "stop":
+                await self.run.stop()
+                await self.child.exited
+                report = Report("stop", True, False)
+            case _:
+                report = Report("status", True, False)
+        report = dataclasses.replace(report, simulated=bool(os.environ.get("GPUCKPT_SIMULATE")))
+        return {**report.as_dict(), "acted": True, "run": self.facts()}
+
+    def facts(self) -> dict[str, Any]:
+        error = self.run.last_error
+        return {
+            "name": self.options.name,
+            "state": str(self.run.state),
+            "state_seconds": time.monotonic() - self.run.since,
+            "supervisor_pid": os.getpid(),
+            "child_pid": self.child.pid,
+            "requests_running": self.traffic.running,
+            "requests_waiting": self.traffic.waiting,
+            "listen": where(self.gate.address) if self.gate else None,
+            "idle_seconds": self.options.idle_s,
+            "last_error": error.as_dict() if error else None,
+        }
+
+
+def _many_files() -> None:
+    """Each request takes two descriptors. Done after the child has been started: its limits are its own affair."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _log_outcome(operation: str, reason: str, outcome: Report | errors.GpuckptError, seconds: float) -> None:
+    if isinstance(outcome, Report):
+        steps = ", ".join(f"{s.name} {s.seconds:.2f} s" for s in outcome.steps)
+        log.info("%s (%s) in %.2f s: %s", operation, reason, seconds, steps)
+    else:
+        log.warning("%s (%s) failed: %s [%s]", operation, reason, outcome.message, outcome.code)

@@ -1,0 +1,128 @@
+"""Connections to the supervised server: a unix socket whose other end is checked to be in our own tree, or a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+from aiohttp.client_exceptions import UnixClientConnectorError
+
+from gpuckpt import errors
+
+#: How many connections are being made at once. A server's backlog may be short; the rest wait here, in their order.
+CONNECTING = 16
+#: How long a server that listens may refuse a connection before the request fails, in seconds.
+CONNECT_S = 10.0
+#: An idle connection is kept this long, in seconds: less than the 5 that uvicorn keeps it, so that a POST never meets its end.
+KEEP_S = 2.0
+HEALTH_S = 5.0
+CALL_S = 600.0
+
+
+class Connector(aiohttp.UnixConnector):
+    """Connects to a unix socket. *ours* says whether the pid that listens there may be spoken to."""
+
+    def __init__(self, path: str, ours: Callable[[int], bool]) -> None:
+        super().__init__(path, limit=0, keepalive_timeout=KEEP_S)
+        self._is_ours = ours
+        self._known: set[int] = set()
+        self._turn = asyncio.Semaphore(CONNECTING)
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:  # noqa: ARG002
+        try:
+            async with self._turn:
+                sock = await self._connect()
+                _, protocol = await self._loop.create_unix_connection(self._factory, sock=sock)
+        except OSError as e:
+            raise UnixClientConnectorError(self.path, req.connection_key, e) from e
+        return protocol
+
+    async def _connect(self) -> socket.socket:
+        """A full backlog answers EAGAIN, which asyncio takes for a connection in progress: so this is done by hand."""
+        until = time.monotonic() + CONNECT_S
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            try:
+                sock.connect(self.path)
+                self._check(sock)
+            except (BlockingIOError, ConnectionRefusedError):
+                sock.close()
+                if time.monotonic() >= until:
+                    raise
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+            await asyncio.sleep(0.005)
+
+    def _check(self, sock: socket.socket) -> None:
+        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        if pid in self._known:
+            return
+        if not self._is_ours(pid):
+            raise PermissionError(errno.EACCES, f"pid {pid}, which is not part of this run, listens on its socket")
+        self._known.add(pid)
+
+
+class Upstream:
+    """A server and the session that speaks to it."""
+
+    def __init__(self, base: str, connector: aiohttp.BaseConnector, *, health: str = "/health", key: str = "") -> None:
+        self.base = base.rstrip("/")
+        self.health = health
+        self.key = key
+        self.session = aiohttp.ClientSession(
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            max_line_size=65536,
+            max_field_size=65536,
+        )
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    async def call(self, method: str, path: str, *, within_s: float) -> tuple[int, bytes]:
+        """A call of our own. Raises :class:`gpuckpt.errors.ServerRefused` where no answer comes."""
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        try:
+            async with self.session.request(
+                method, self.base + path, headers=headers, timeout=aiohttp.ClientTimeout(total=within_s), allow_redirects=False
+            ) as answer:
+                return answer.status, await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            raise errors.ServerRefused(f"{method} {path}: {type(e).__name__}: {e}", hint="see what the server logged") from e
+
+    async def healthy(self) -> bool:
+        with contextlib.suppress(errors.ServerRefused):
+            return (await self.call("GET", self.health, within_s=HEALTH_S))[0] == 200
+        return False
+
+    # A server of which nothing is known but where it listens.
+
+    async def sleep(self) -> None:
+        """The driver takes all of it."""
+
+    async def wake(self) -> None:
+        """It has been asleep without knowing."""
+
+
+class Silent:
+    """A command without a server: nothing to ask, always healthy."""
+
+    async def healthy(self) -> bool:
+        return True
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...

@@ -1,0 +1,204 @@
+"""``vllm serve`` as a supervised command: what is changed about it before it starts, and how it goes to sleep and wakes up.
+
+The changes are made for reasons that hold for each alone, and each can be refused alone (``--without``):
+
+``gate``                the server listens on a unix socket in a private directory; its ``--host`` and ``--port`` become the gate's
+``dev-mode``            ``VLLM_SERVER_DEV_MODE=1``: the endpoints ``/sleep`` and ``/wake_up``, which only the gate reaches
+``sleep-mode``          ``--enable-sleep-mode``: weights leave at link speed, the cache is dropped, the driver copies only the rest
+``custom-all-reduce``   ``--disable-custom-all-reduce``: it shares GPU memory between processes, which no checkpoint survives
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpuckpt import errors
+
+if TYPE_CHECKING:
+    from gpuckpt.supervisor.upstream import Upstream
+
+CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
+DEV_MODE = "VLLM_SERVER_DEV_MODE"
+API_KEY = "VLLM_API_KEY"
+DEFAULT_PORT = 8000
+#: How long /sleep and /wake_up may take, in seconds. Measured with 44 GiB: 7.4 the first time, 0.3 later.
+SLEEP_S = 300.0
+_CONTAINERS = frozenset("docker podman nerdctl kubectl srun singularity apptainer enroot".split())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A command as it will be started, and what the gate takes over from it."""
+
+    command: tuple[str, ...]
+    environ: dict[str, str]  # what is added to ours
+    host: str = ""
+    port: int = DEFAULT_PORT
+    keys: tuple[str, ...] = ()
+    sleeps: bool = False  # whether /sleep and /wake_up are there and of use
+    hidden: bool = False  # whether we opened the dev endpoints, which must not be reachable then
+    gate: bool = True
+    warnings: tuple[str, ...] = ()
+    changes: dict[str, str] = field(default_factory=dict)  # change -> what it did
+
+
+def recognise(command: Sequence[str]) -> bool:
+    """Whether *command* is certainly a vLLM server: ``vllm serve``, by an interpreter or ``uv run`` if need be, or the module."""
+    words = list(command)
+    if words[:2] == ["uv", "run"]:
+        words = words[2:]
+    elif words and Path(words[0]).name.startswith("python"):
+        words = words[1:]
+        if words[:1] == ["-m"] and len(words) > 1:
+            return words[1] == "vllm.entrypoints.openai.api_server" or (words[1].startswith("vllm") and words[2:3] == ["serve"])
+    return len(words) > 1 and Path(words[0]).name == "vllm" and words[1] == "serve"
+
+
+def refuse_container(command: Sequence[str]) -> None:
+    """A container's client is not the program: its processes are elsewhere, and gpuckpt must be with them."""
+    program = Path(command[0]).name
+    if program in _CONTAINERS:
+        raise errors.Usage(
+            f"{program} starts the program elsewhere: what runs here is only its client; nothing was started",
+            hint=f"run gpuckpt inside: {program} … gpuckpt run -- COMMAND",
+        )
+
+
+def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, without: Collection[str] = ()) -> Prepared:
+    """*command* with its changes. Raises :class:`gpuckpt.errors.Usage` for options that the gate cannot take over."""
+    words, options = list(command), _Options(command)
+    warnings: list[str] = []
+    changes: dict[str, str] = {}
+    added: dict[str, str] = {}
+    for name in ("ssl-keyfile", "ssl-certfile", "uds", "headless"):
+        if options.has(name) and "gate" not in without:
+            raise errors.Usage(
+                f"--{name} cannot be used behind the gate, which speaks HTTP for the server; nothing was started",
+                hint="leave it out and terminate TLS in front of the gate, or refuse the gate: --without gate",
+            )
+    if options.has("config"):
+        warnings.append("--config is not read: host, port and API key that it sets are not known to the gate; give them as options")
+    host, port = options.value("host") or "", _port(options.value("port"))
+    keys = (*options.values("api-key"), *filter(None, [environ.get(API_KEY, "")]))
+
+    if "gate" not in without:
+        words = options.without("host", "port")
+        words += ["--uds", socket]
+        changes["gate"] = f"--uds {socket}; the gate listens on {host or 'every address'}, port {port} instead"
+    dev = environ.get(DEV_MODE, "")
+    if dev not in ("", "1"):
+        warnings.append(f"{DEV_MODE}={dev} was set by you and is kept: vLLM cannot be asked to sleep, the driver takes all of it")
+    elif "dev-mode" not in without and "gate" not in without:
+        added[DEV_MODE] = dev = "1"
+        changes["dev-mode"] = f"{DEV_MODE}=1"
+    sleep = options.flag("enable-sleep-mode")
+    if sleep is False:
+        warnings.append("--no-enable-sleep-mode was set by you and is kept: the driver takes all of it, which is slower")
+    elif sleep is None and "sleep-mode" not in without:
+        words.append("--enable-sleep-mode")
+        changes["sleep-mode"] = "--enable-sleep-mode"
+        sleep = True
+    reduce = options.flag("disable-custom-all-reduce")
+    if reduce is False:
+        warnings.append("--no-disable-custom-all-reduce was set by you and is kept: with several GPUs a suspend will be refused")
+    elif reduce is None and "custom-all-reduce" not in without:
+        words.append("--disable-custom-all-reduce")
+        changes["custom-all-reduce"] = "--disable-custom-all-reduce"
+    gate = "gate" not in without
+    return Prepared(
+        tuple(words),
+        added,
+        host,
+        port,
+        keys,
+        sleeps=bool(sleep) and dev == "1" and gate,
+        hidden=dev == "1",
+        gate=gate,
+        warnings=tuple(warnings),
+        changes=changes,
+    )
+
+
+class Vllm:
+    """A running ``vllm serve``: an upstream that can sleep."""
+
+    def __init__(self, upstream: Upstream, sleeps: bool) -> None:
+        self._upstream, self._sleeps = upstream, sleeps
+
+    async def healthy(self) -> bool:
+        return await self._upstream.healthy()
+
+    async def sleep(self) -> None:
+        """Level 1: weights to host memory, cache dropped. The mode is named, since the default aborts what runs."""
+        if self._sleeps:
+            await self._ask("/sleep?level=1&mode=wait")
+
+    async def wake(self) -> None:
+        if self._sleeps:
+            await self._ask("/wake_up")
+
+    async def _ask(self, path: str) -> None:
+        status, body = await self._upstream.call("POST", path, within_s=SLEEP_S)
+        if status != 200:
+            said = body[:200].decode(errors="replace")
+            raise errors.ServerRefused(f"vLLM answered POST {path} with {status}: {said}", hint="see what the server logged")
+
+
+class _Options:
+    """The options in a command line, as vLLM reads them: ``--a-b X``, ``--a-b=X``, and with underscores."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._words = list(command)
+
+    def has(self, name: str) -> bool:
+        return any(n == name for n, _, _ in self._found())
+
+    def value(self, name: str) -> str | None:
+        """Its last value, which is the one that counts."""
+        found = [v for n, _, v in self._found() if n == name]
+        return found[-1][0] if found and found[-1] else None
+
+    def values(self, name: str) -> list[str]:
+        found = [v for n, _, v in self._found() if n == name]
+        return found[-1] if found else []
+
+    def flag(self, name: str) -> bool | None:
+        """True for ``--name``, False for ``--no-name``, None for neither."""
+        found = [n == name for n, _, _ in self._found() if n in (name, f"no-{name}")]
+        return found[-1] if found else None
+
+    def without(self, *names: str) -> list[str]:
+        """The command line without these options, each of which takes one value."""
+        drop: set[int] = set()
+        for name, at, _ in self._found():
+            if name in names:
+                drop.add(at)
+                if "=" not in self._words[at]:
+                    drop.add(at + 1)
+        return [w for i, w in enumerate(self._words) if i not in drop]
+
+    def _found(self) -> list[tuple[str, int, list[str]]]:
+        """(name with dashes, position, values) of each option."""
+        found = []
+        for at, word in enumerate(self._words):
+            if not word.startswith("--") or word == "--":
+                continue
+            name, sign, value = word[2:].partition("=")
+            values = [value] if sign else []
+            for following in self._words[at + 1 :] if not sign else ():
+                if following.startswith("--"):
+                    break
+                values.append(following)
+            found.append((name.replace("_", "-"), at, values))
+        return found
+
+
+def _port(text: str | None) -> int:
+    if text is None:
+        return DEFAULT_PORT
+    if not text.isdecimal() or not 0 <= int(text) < 65536:
+        raise errors.Usage(f"--port {text} is not a port")
+    return int(text)

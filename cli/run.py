@@ -1,0 +1,201 @@
+"""`gpuckpt run` and `gpuckpt stop`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from gpuckpt import errors
+from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, warn
+from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
+
+if TYPE_CHECKING:
+    from gpuckpt.supervisor import vllm
+    from gpuckpt.supervisor.places import Place
+    from gpuckpt.supervisor.supervise import Options
+
+CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
+@click.option("--name", help="What suspend, resume, status and stop call it; not all digits. [default: from the command]")
+@click.option("--idle", "idle_s", type=Duration(), metavar="DURATION", help="Suspend after this long without a request. [default: never]")
+@click.option(
+    "--drain", "drain_s", type=Duration(), default="30s", show_default=True, help="How long a suspend waits for running requests."
+)
+@click.option(
+    "--hold", "hold_s", type=Duration(), default="50s", show_default=True, help="How long a request waits for a resume, then 503."
+)
+@click.option("--max-waiting", type=click.IntRange(1), default=1000, show_default=True, help="Requests that may wait; 429 beyond.")
+@click.option("--grace", "grace_s", type=Duration(), default="10s", show_default=True, help="From SIGTERM to SIGKILL when it is stopped.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=Duration(),
+    metavar="DURATION",
+    help="Of each suspend and each resume. [default: 60s and 2s for each GiB]",
+)
+@click.option("--adapter", type=click.Choice(["auto", "vllm", "none"]), default="auto", show_default=True, help="How the command serves.")
+@click.option("--without", multiple=True, type=click.Choice(CHANGES), help="Leave out one of the changes to vllm serve. Repeatable.")
+@click.option("--upstream", metavar="URL", help="Of another HTTP server: where it listens.")
+@click.option("--health", default="/health", show_default=True, metavar="PATH", help="With --upstream: answers 200 when it can serve.")
+@click.option("--listen", metavar="[HOST:]PORT", help="Where the gate listens. [default: vllm's --host and --port; 127.0.0.1:8000]")
+@click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
+@click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
+@click.option("--dry-run", is_flag=True, help="Print the final command and what is added to its environment. Starts nothing.")
+@json_option
+def run(
+    command: tuple[str, ...],
+    name: str | None,
+    idle_s: float | None,
+    drain_s: float,
+    hold_s: float,
+    max_waiting: int,
+    grace_s: float,
+    timeout_s: float | None,
+    adapter: str,
+    without: tuple[str, ...],
+    upstream: str | None,
+    health: str,
+    listen: str | None,
+    keep_child: bool,
+    accept_loss: tuple[str, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run COMMAND as a supervised child that can be suspended by name, by itself when idle, and is resumed by the next request.
+
+    Stays in the foreground and exits as COMMAND does; 125, 126, 127 if it could not be run. In front of `vllm serve` (found by
+    itself) it listens on vLLM's --host and --port. Other servers: --upstream. If this process dies, all that it started dies with it.
+
+    \b
+    Examples:
+      gpuckpt run --idle 10m -- vllm serve Qwen/Qwen3-8B --port 8000
+      gpuckpt run --dry-run -- vllm serve Qwen/Qwen3-8B
+      gpuckpt run --name train -- python train.py
+      gpuckpt run --upstream http://127.0.0.1:9000 --listen 8000 -- python server.py --port 9000
+    """
+    try:
+        from gpuckpt.supervisor.supervise import Options
+    except ImportError as e:
+        fail_to_run(as_json, errors.Usage(f"gpuckpt run needs {e.name}, which is not installed", hint="pip install 'gpuckpt[serve]'"))
+    from gpuckpt.supervisor import places, vllm
+    from gpuckpt.supervisor.state import Policy
+
+    try:
+        called = name or places.name_for(list(command))
+        if not places.is_name(called):
+            raise errors.Usage(f"{called!r} cannot be a name: letters, digits, '.', '_', '-', at most 32, not all digits")
+        vllm.refuse_container(command)
+        kind = _adapter(adapter, upstream, command)
+
+        def prepare(socket: str) -> tuple[vllm.Prepared, Options]:
+            prepared = vllm.Prepared(command, {}, gate=kind == "url")
+            if kind == "vllm":
+                prepared = vllm.prepare(command, os.environ, socket, without)
+            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss))
+            where = _listen(listen, prepared, kind)
+            return prepared, Options(called, kind, upstream or "", health, where, idle_s, hold_s, max_waiting, keep_child, policy)
+
+        if dry_run:
+            planned = prepare(str(places.runtime_directory() / f"{called}.XXXXXXXX" / "http.sock"))
+            execute("run", as_json, lambda: _plan(*planned), _show_plan)
+        prepare("checked before anything is taken")
+        with places.Place(called) as place:
+            code = _supervise(*prepare(str(place.upstream)), place)
+    except errors.GpuckptError as e:
+        fail_to_run(as_json, e)
+    finish(code)
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--timeout", "timeout_s", type=Duration(), default="60s", show_default=True, metavar="DURATION", help="Give up after this long."
+)
+@json_option
+def stop(name: str, timeout_s: float, as_json: bool) -> None:
+    """End the run NAME in order: TERM, a moment of grace, KILL. A suspended one is ended without being restored.
+
+    \b
+    Examples:
+      gpuckpt stop Qwen3-8B
+    """
+
+    def body() -> Report:
+        from gpuckpt.cli.common import ask_run
+
+        return ask_run(name, "stop", timeout_s=timeout_s)
+
+    execute("stop", as_json, body, lambda _: click.echo(f"stopped: {name}"))
+
+
+def fail_to_run(as_json: bool, error: errors.GpuckptError) -> NoReturn:
+    """Say why, and exit with what is ours among the exit codes of a program that runs another."""
+    fail("run", as_json, error, status=error.status if isinstance(error, errors.CannotStart) else 125)
+
+
+def _supervise(prepared: vllm.Prepared, options: Options, place: Place) -> int:
+    import asyncio
+
+    from gpuckpt.supervisor.supervise import supervise
+
+    logging.basicConfig(level=logging.INFO, format=f"gpuckpt run {options.name}: %(message)s", stream=sys.stderr)
+    logging.raiseExceptions = False  # a log that cannot be written is no reason for anything
+    for text in prepared.warnings:
+        warn(text)
+    for what in prepared.changes.values():
+        logging.getLogger("gpuckpt.run").info("vllm: %s", what)
+    return asyncio.run(supervise(options, prepared, place))
+
+
+def _adapter(chosen: str, upstream: str | None, command: tuple[str, ...]) -> str:
+    from gpuckpt.supervisor import vllm
+
+    if upstream:
+        if chosen == "vllm":
+            raise errors.Usage("--upstream is for other servers than vLLM; leave one of the two out")
+        if not upstream.startswith("http://"):
+            raise errors.Usage(f"--upstream {upstream}: an http:// URL")
+        return "url"
+    if chosen == "auto":
+        return "vllm" if vllm.recognise(command) else "none"
+    return chosen
+
+
+def _listen(text: str | None, prepared: vllm.Prepared, kind: str) -> tuple[str, int]:
+    if text is None:
+        return (prepared.host, prepared.port) if kind == "vllm" else ("127.0.0.1", 8000)
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise errors.Usage(f"--listen {text}: [HOST:]PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _plan(prepared: vllm.Prepared, options: Options) -> Report:
+    details = {
+        "dry_run": True,
+        "name": options.name,
+        "adapter": options.adapter,
+        "command_line": list(prepared.command),
+        "environment": prepared.environ,
+        "changes": prepared.changes,
+        "listen": "{}:{}".format(*options.listen) if prepared.gate else None,
+    }
+    return Report("run", True, bool(os.environ.get("GPUCKPT_SIMULATE")), warnings=prepared.warnings, details=details)
+
+
+def _show_plan(report: Report) -> None:
+    d = report.details
+    for name, value in d["environment"].items():
+        click.echo(f"{name}={value}")
+    click.echo(shlex.join(d["command_line"]))
+    for name, what in d["changes"].items():
+        click.echo(f"  {name}: {what}  (leave out with --without {name})")
+    click.echo(f"name {d['name']}, adapter {d['adapter']}, " + (f"gate on {d['listen']}" if d["listen"] else "no gate"))

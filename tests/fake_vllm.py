@@ -1,0 +1,216 @@
+"""A tiny program that behaves like ``vllm serve`` as far as a gate can see: a front that answers HTTP, an engine that holds GPU memory.
+
+``fake_vllm.py serve MODEL [OPTIONS]``. What it does is on record in ``--log FILE``, a JSON line for each request begun, ended or cut.
+The engine is this process's simulated GPU memory: whatever needs it waits while the process is suspended, everything else answers.
+``--slow-sleep S`` and its like make a call take so long; ``--status PATH=CODE`` answers a path so; ``--golden TEXT`` is what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from aiohttp import web
+
+from gpuckpt.driver.simulated_store import SimulatedWorldDir
+
+GIB = 1 << 30
+
+
+class Server:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.world = SimulatedWorldDir(os.environ["GPUCKPT_SIMULATE"])
+        self.log = open(options.log, "a", buffering=1)  # noqa: SIM115 - for as long as it lives
+        self.sleeping = False
+        self.running = 0
+        self.served = 0
+        self.status = dict(s.split("=") for s in options.status)
+        self.gate = asyncio.Semaphore(options.at_once)
+
+    def note(self, what: str, **facts: Any) -> None:
+        self.log.write(json.dumps({"what": what, "at": time.monotonic(), **facts}) + "\n")
+
+    async def gpu(self) -> None:
+        """Needs the engine: waits while it is suspended, and dies if it computes asleep."""
+        if self.sleeping:
+            self.note("computed asleep")
+            os._exit(66)
+        await asyncio.to_thread(self._call)
+
+    def _call(self) -> None:
+        with self.world.cuda_call(os.getpid()):
+            pass
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.note("begin", method=request.method, path=request.path_qs, headers=dict(request.headers))
+        keys = self.options.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
+        if keys and request.path != "/health" and request.headers.get("Authorization") not in [f"Bearer {k}" for k in keys]:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        if request.path in self.status:
+            return web.json_response({"error": {"message": "as asked", "code": "fake"}}, status=int(self.status[request.path]))
+        try:
+            answer: web.StreamResponse = await handler(request)
+        except asyncio.CancelledError:
+            self.note("cut", path=request.path)
+            raise
+        self.note("end", path=request.path)
+        return answer
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.running += 1
+        try:
+            async with self.gate:
+                return await self._complete(request)
+        finally:
+            self.running -= 1
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        await self.gpu()
+        self.served += 1
+        seconds = float(body.get("seconds", 0))
+        if body.get("status"):
+            return web.json_response(
+                {"error": {"message": "over the limit", "code": "limit"}}, status=body["status"], headers={"X-Limit": "1"}
+            )
+        if not body.get("stream"):
+            await asyncio.sleep(seconds)
+            return web.json_response({"id": body.get("id"), "choices": [{"text": self.options.golden}], "served": self.served})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        count = int(body.get("chunks", 5))
+        for n in range(count):
+            await self.gpu()
+            await response.write(f"data: {json.dumps({'n': n})}\n\n".encode())
+            await asyncio.sleep(seconds / count)
+            if n == body.get("dies_at", -1):
+                os._exit(67)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def sleep(self, request: web.Request) -> web.StreamResponse:
+        self.note("sleep", running=self.running, query=dict(request.query))
+        await asyncio.sleep(self.options.slow_sleep)
+        await asyncio.to_thread(self._call)
+        self.sleeping = True
+        return web.Response()
+
+    async def wake(self, request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(self.options.slow_wake)
+        await asyncio.to_thread(self._call)
+        self.sleeping = False
+        self.note("woken")
+        return web.Response()
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [{"id": self.options.model}]})
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=f"# TYPE vllm:requests counter\nvllm:requests_total {self.served}\n")
+
+    async def upload(self, request: web.Request) -> web.StreamResponse:
+        """How many bytes came, without keeping them."""
+        nbytes = 0
+        async for chunk in request.content.iter_any():
+            nbytes += len(chunk)
+        return web.json_response({"bytes": nbytes})
+
+    async def socket(self, request: web.Request) -> web.StreamResponse:
+        ws = web.WebSocketResponse(protocols=("realtime",))
+        await ws.prepare(request)
+        async for message in ws:
+            if message.data == "bye":
+                await ws.close(code=4001)
+            elif message.type is web.WSMsgType.TEXT:
+                await ws.send_str(f"echo {message.data}")
+            else:
+                await ws.send_bytes(message.data)
+        return ws
+
+
+async def main() -> None:
+    options = parse(sys.argv[1:])
+    await asyncio.sleep(options.slow_load)
+    server = Server(options)
+    uuids = sorted(server.world.peek().rules.gpus)
+    server.world.register(os.getpid(), {uuids[0]: round(options.gib * GIB)})
+    if options.engine:  # a process of its own session, as an orphan would be
+        title = ["VLLM::EngineCore", "-c", "import time; time.sleep(600)"]
+        subprocess.Popen(title, executable=sys.executable, start_new_session=True)
+    for _ in range(options.workers):
+        subprocess.Popen(
+            [sys.executable, "-m", "gpuckpt.driver.simtarget", "--daemon"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+    app = web.Application(middlewares=[server.middleware], client_max_size=1 << 40)
+    dev = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
+    app.add_routes(
+        [
+            web.post("/v1/completions", server.complete),
+            web.post("/v1/chat/completions", server.complete),
+            web.post("/v1/audio/transcriptions", server.upload),
+            web.get("/v1/realtime", server.socket),
+            web.get("/health", server.health),
+            web.get("/v1/models", server.models),
+            web.get("/metrics", server.metrics),
+            web.get("/version", server.models),
+            web.get("/load", server.models),
+            *([web.post("/sleep", server.sleep), web.post("/wake_up", server.wake)] if dev else []),
+        ]
+    )
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+    await runner.setup()
+    if options.uds:
+        await web.UnixSite(runner, options.uds, backlog=options.backlog).start()
+    else:
+        await web.TCPSite(runner, options.host, options.port).start()
+    server.note("ready", pid=os.getpid(), argv=sys.argv[1:])
+    ended = asyncio.Event()
+    if options.stubborn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    else:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: server.note("usr1"))
+    await ended.wait()
+    server.note("terminated")
+    os._exit(0)
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("serve")
+    parser.add_argument("model")
+    parser.add_argument("--uds")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--log", required=True)
+    parser.add_argument("--api-key", nargs="+")
+    parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--disable-custom-all-reduce", action="store_true")
+    parser.add_argument("--gib", type=float, default=8.0)
+    parser.add_argument("--slow-sleep", type=float, default=0.0)
+    parser.add_argument("--slow-wake", type=float, default=0.0)
+    parser.add_argument("--slow-load", type=float, default=0.0)
+    parser.add_argument("--status", action="append", default=[])
+    parser.add_argument("--golden", default="forty-two")
+    parser.add_argument("--at-once", type=int, default=10000)
+    parser.add_argument("--backlog", type=int, default=128)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--stubborn", action="store_true")
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

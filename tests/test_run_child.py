@@ -1,0 +1,295 @@
+"""A run and its child on bad days: names and sockets that are taken, deaths, suspends and resumes that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuckpt.model import State
+from tests.conftest import COMMAND, eventually
+from tests.serving import Stage, alive, stage
+
+__all__ = ["stage"]
+
+
+def test_keep_child(stage: Stage) -> None:
+    run = stage.run("--keep-child").awake()
+    child = run.child
+    run.process.kill()
+    run.process.wait()
+    time.sleep(0.3)
+    assert alive(child)
+    second = stage.run()
+    assert second.end() == 125
+    assert "[name-taken]" in second.stderr
+    assert str(child) in second.stderr
+    result = stage.gpuckpt("status", "m")
+    assert (result.code, result.error["code"]) == (2, "usage")
+    assert f"its child, pid {child}" in result.error["message"]
+    result = stage.gpuckpt("recover")
+    assert f"its child, pid {child}" in result.document["warnings"][0]
+    for command in ("suspend", "resume"):
+        assert stage.gpuckpt(command, str(child)).code == 0
+
+
+def test_the_same_name_at_once_after_kill_9_ten_times(stage: Stage) -> None:
+    """XTLS/Xray-core#5028, vllm-project/vllm#9737"""
+    for _ in range(10):
+        run = stage.run().awake()
+        run.process.kill()
+        run.process.wait()
+    run = stage.run().awake()
+    assert run.complete(id=1).status == 200
+    assert len(list(stage.runtime.glob("m.????????"))) == 1, "private directories of the dead are gone"
+
+
+@pytest.mark.parametrize("what", ["symlink", "server", "file"])
+def test_what_is_not_ours_is_never_replaced(stage: Stage, what: str) -> None:
+    """XTLS/Xray-core#5028"""
+    path, elsewhere = stage.runtime / "m.sock", stage.runtime / "precious"
+    with contextlib.ExitStack() as held:
+        if what == "symlink":
+            elsewhere.write_text("x")
+            path.symlink_to(elsewhere)
+        elif what == "file":
+            path.write_text("x")
+        else:
+            server = held.enter_context(socket.socket(socket.AF_UNIX))
+            server.bind(str(path))
+            server.listen()
+        run = stage.run()
+        assert run.end() == 125
+        assert "[name-taken]" in run.stderr
+        assert path.is_symlink() == (what == "symlink")
+        assert path.exists()
+
+
+def test_two_runs_of_one_name(stage: Stage) -> None:
+    first = stage.run().awake()
+    second = stage.run()
+    assert second.end() == 125
+    assert "already called 'm'" in second.stderr or "already called 'm'" in first.stderr
+    assert first.complete(id=1).status == 200
+
+
+def test_the_port_is_taken(stage: Stage) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        run = stage.run("--listen", str(s.getsockname()[1]))
+        assert run.end() == 125
+        assert "cannot listen" in run.stderr
+    run.nothing_left()
+
+
+def test_a_server_that_is_not_ours_is_not_spoken_to(tmp_path: Path) -> None:
+    """llm-d-incubation/llm-d-fast-model-actuation#388"""
+    import asyncio
+
+    from gpuckpt.errors import ServerRefused
+    from gpuckpt.supervisor.upstream import Connector, Upstream
+
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(path := f"/tmp/gf-{os.getpid()}")
+        try:
+            s.listen()
+
+            async def call() -> None:
+                upstream = Upstream("http://x", Connector(path, lambda _: False))
+                try:
+                    await upstream.call("POST", "/sleep", within_s=5)
+                finally:
+                    await upstream.close()
+
+            with pytest.raises(ServerRefused, match="not part of this run"):
+                asyncio.run(call())
+        finally:
+            Path(path).unlink()
+
+
+def test_another_user_is_not_answered(stage: Stage) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be somebody else")
+    run = stage.run().awake()
+    stage.runtime.chmod(0o755)
+    (stage.runtime / "m.sock").chmod(0o777)
+    script = (
+        "import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+        ' s.sendall(b\'{"schema":1,"command":"stop"}\\n\'); print(s.recv(65536).decode())'
+    )
+    done = subprocess.run(
+        ["/usr/bin/python3", "-c", script, str(stage.runtime / "m.sock")],
+        user=65534,
+        group=65534,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert json.loads(done.stdout)["error"]["code"] == "permission", done
+    assert run.state == "awake"
+
+
+def test_the_child_dies_while_suspended(stage: Stage) -> None:
+    run = stage.run().awake().suspended()
+    os.kill(run.child, signal.SIGKILL)
+    assert run.end() == 137
+    run.nothing_left()
+
+
+def test_the_child_dies_while_requests_are_held(stage: Stage) -> None:
+    run = stage.run(fake=("--slow-wake", "20")).awake().suspended()
+    client = run.begin(id=1)
+    eventually(lambda: run.notes("begin")[-1]["path"] == "/wake_up", "it wakes up")
+    os.kill(run.child, signal.SIGKILL)
+    answer = client.result()
+    assert answer.status == 502
+    assert "ended with exit code 137" in answer.error["message"]
+    assert run.end() == 137
+
+
+def test_the_child_dies_in_an_answer(stage: Stage) -> None:
+    run = stage.run().awake()
+    client = run.begin(stream=True, chunks=3, seconds=0.3, dies_at=1)
+    client.join(30)
+    assert client.answer is None, "an answer that was cut short must not look whole"
+    assert run.end() == 67
+
+
+def test_an_engine_that_dies_behind_a_healthy_front_ends_the_run(stage: Stage) -> None:
+    run = stage.run(fake=("--engine",)).awake()
+    engine = next(p for p in run.tree if b"VLLM::" in Path(f"/proc/{p}/cmdline").read_bytes())
+    os.kill(engine, signal.SIGKILL)
+    assert run.end() == 125
+    assert f"pid {engine}, an engine of the server, died" in run.stderr
+    run.nothing_left()
+
+
+def test_no_room_at_resume(stage: Stage) -> None:
+    """Held requests get 503; the image is kept; it works when there is room. sgl-project/sglang#14092"""
+    run = stage.run("--hold", "500ms").awake().suspended()
+    other = stage.machine.target("--gib", "76")
+    clients = [run.begin(id=n) for n in range(3)]
+    answers = [c.result() for c in clients]
+    assert {a.status for a in answers} == {503}
+    assert all(1 <= int(a.headers["retry-after"]) <= 120 for a in answers)
+    eventually(lambda: run.facts["state"] == "suspended", "it is suspended again")
+    assert stage.machine.world.peek().rules.state(run.child) is State.CHECKPOINTED
+    assert run.facts["last_error"]["code"] == "gpu-memory"
+    result = stage.gpuckpt("resume", "m")
+    assert (result.code, result.error["code"]) == (6, "gpu-memory")
+    other.kill()
+    eventually(lambda: run.complete(id=9).status == 200, "it serves again")
+    assert not run.notes("computed asleep")
+
+
+def test_a_failed_restore_ends_the_run(stage: Stage) -> None:
+    run = stage.run().awake().suspended()
+    stage.machine.world.add_fault("restore", result="OUT_OF_MEMORY", times=9, before=False)
+    with stage.machine.world.transaction() as world:
+        world.rules.processes[run.child].lost = True
+    answer = run.complete(id=1)
+    assert answer.status in (502, 503)
+    assert run.end() == 125, run.stderr
+    run.nothing_left()
+
+
+def test_a_driver_call_that_hangs_does_not_hang_the_gate(stage: Stage) -> None:
+    run = stage.run("--timeout", "1s").awake()
+    stage.machine.world.add_fault("checkpoint", hang=True)
+    order = subprocess.Popen([COMMAND, "suspend", "m", "--json"], env=stage.environ, stdout=subprocess.PIPE, text=True)
+    while order.poll() is None:
+        assert run.get("/v1/models").status == 200
+        assert run.get("/health").status in (200, 503)
+    document = json.loads(order.communicate()[0])
+    assert (order.returncode, document["error"]["code"]) == (3, "in-flight")
+    assert run.facts["state"] == "failed"
+    assert run.get("/health").status == 503
+    assert run.complete(id=1).status == 200, "the next request tried again, and the driver answered"
+
+
+def test_a_refused_suspend_leaves_it_serving(stage: Stage) -> None:
+    run = stage.run().awake()
+    stage.machine.host_memory(16, 1)
+    result = stage.gpuckpt("suspend", "m")
+    assert (result.code, result.error["code"]) == (6, "host-memory")
+    assert run.complete(id=1).status == 200
+    assert len(run.notes("woken")) == 1
+    assert run.facts["last_error"]["code"] == "host-memory"
+    stage.machine.host_memory(512, 256)
+    assert stage.gpuckpt("suspend", "m").code == 0
+
+
+def test_what_is_refused_in_any_case_is_refused_before_it_sleeps(stage: Stage) -> None:
+    """It would lose its cache for nothing."""
+    run = stage.run("--idle", "300ms", fake=("--workers", "1")).awake()
+    eventually(lambda: stage.machine.used() > 8 << 30, "the worker is there")
+    result = stage.gpuckpt("suspend", "m")
+    assert (result.code, result.error["code"]) == (6, "possible-import")
+    eventually(lambda: "idle, but not suspended" in run.stderr, "the idle clock was refused too")
+    assert run.state == "awake"
+    assert not run.notes("sleep")
+    assert run.complete(id=1).status == 200
+
+
+def test_a_server_that_refuses_to_sleep_goes_on_serving(stage: Stage) -> None:
+    run = stage.run(fake=("--status", "/sleep=500")).awake()
+    result = stage.gpuckpt("suspend", "m")
+    assert (result.code, result.error["code"]) == (1, "server-refused")
+    assert run.complete(id=1).status == 200
+
+
+def test_a_server_that_refuses_to_wake_fails_and_can_be_asked_again(stage: Stage) -> None:
+    run = stage.run(fake=("--status", "/wake_up=500")).awake().suspended()
+    answer = run.complete(id=1)
+    assert (answer.status, answer.error["code"]) == (503, "server-refused")
+    assert run.facts["state"] == "failed"
+    assert run.get("/health").status == 503
+    assert stage.gpuckpt("resume", "m").code == 1
+    run.signal(signal.SIGTERM)
+    assert run.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["sh", "-c", "exit 3"], 3),
+        (["sh", "-c", "kill -9 $$"], 137),
+        (["sh", "-c", "kill -15 $$"], 143),
+        (["/etc/passwd"], 126),
+        (["no-such-program"], 127),
+        (["docker", "run", "x"], 125),
+    ],
+)
+def test_exit_codes(stage: Stage, command: list[str], code: int) -> None:
+    done = subprocess.run([COMMAND, "run", "--", *command], env=stage.environ, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_children_that_were_left_are_ended_and_orphans_reaped(stage: Stage) -> None:
+    script = "import os\nfor _ in range(20):\n    if os.fork() == 0:\n        os.fork()\n        os._exit(0)\n    os.wait()\n"
+    left = "import subprocess,sys; p = subprocess.Popen(['sleep', '600'], start_new_session=True); print(p.pid, flush=True)"
+    for text in (script, left):
+        done = subprocess.run(
+            [COMMAND, "run", "--", sys.executable, "-c", text], env=stage.environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        for pid in map(int, done.stdout.split()):
+            assert not alive(pid)
+
+
+def test_two_runs_of_one_parent_are_not_one_group(stage: Stage) -> None:
+    """Each run is a tree of its own, whoever started it."""
+    one, two = stage.run(name="one").awake(), stage.run(name="two").awake()
+    assert stage.gpuckpt("suspend", "one").code == 0
+    assert two.complete(id=1).status == 200
+    assert one.complete(id=1).status == 200

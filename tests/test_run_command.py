@@ -1,0 +1,275 @@
+"""What `gpuckpt run` makes of a command before it starts it: vLLM recognised or not, each change, refusals, the dry run; and its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from gpuckpt import errors
+from gpuckpt.supervisor import paths, places, vllm
+from gpuckpt.supervisor.traffic import Expired, Full, Traffic, Unavailable
+
+if TYPE_CHECKING:
+    from tests.conftest import Machine
+
+SERVE = ["vllm", "serve", "Qwen/Qwen3-8B"]
+
+
+def prepare(*words: str, without: tuple[str, ...] = (), **environ: str) -> vllm.Prepared:
+    return vllm.prepare([*SERVE, *words], environ, "/s", without)
+
+
+@pytest.mark.parametrize(
+    ("words", "certain"),
+    [
+        ("vllm serve m", True),
+        ("/opt/venv/bin/vllm serve m", True),
+        ("uv run vllm serve m", True),
+        ("python3 /usr/bin/vllm serve m", True),
+        ("python -m vllm.entrypoints.openai.api_server --model m", True),
+        ("python -m vllm.entrypoints.cli.main serve m", True),
+        ("vllm bench serve", False),
+        ("vllm", False),
+        ("bash -c vllm", False),
+        ("python serve.py", False),
+        ("python -m vllm", False),
+        ("python -m http.server", False),
+        ("python", False),
+        ("uv run", False),
+    ],
+)
+def test_it_is_vllm_only_where_that_is_certain(words: str, certain: bool) -> None:
+    assert vllm.recognise(words.split()) is certain
+
+
+def test_all_changes() -> None:
+    made = prepare("--port", "9000", "--host=0.0.0.0", "--max-model-len", "4096")
+    assert made.command == (
+        *SERVE,
+        *("--max-model-len", "4096", "--uds", "/s", "--enable-sleep-mode", "--disable-custom-all-reduce"),
+    )
+    assert made.environ == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert (made.host, made.port, made.sleeps, made.hidden) == ("0.0.0.0", 9000, True, True)
+    assert set(made.changes) == set(vllm.CHANGES)
+    assert made.warnings == ()
+
+
+@pytest.mark.parametrize("change", vllm.CHANGES)
+def test_each_change_can_be_refused_alone(change: str) -> None:
+    made = prepare("--port", "9000", without=(change,))
+    assert change not in made.changes
+    assert ("--uds" in made.command) == (change != "gate")
+    assert ("--port" in made.command) == (change == "gate")
+    assert ("--enable-sleep-mode" in made.command) == (change != "sleep-mode")
+    assert ("--disable-custom-all-reduce" in made.command) == (change != "custom-all-reduce")
+    assert (made.environ == {}) == (change in ("dev-mode", "gate"))
+    assert made.sleeps == (change == "custom-all-reduce")
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "kept"),
+    [
+        (["--no-enable-sleep-mode"], {}, "--no-enable-sleep-mode"),
+        (["--no-enable_sleep_mode"], {}, "--no-enable-sleep-mode"),
+        (["--no-disable-custom-all-reduce"], {}, "--no-disable-custom-all-reduce"),
+        ([], {"VLLM_SERVER_DEV_MODE": "0"}, "VLLM_SERVER_DEV_MODE=0"),
+    ],
+)
+def test_what_the_user_set_is_kept_with_a_warning(words: list[str], environ: dict[str, str], kept: str) -> None:
+    made = prepare(*words, **environ)
+    assert [w for w in made.warnings if kept in w]
+    assert "--enable-sleep-mode" not in made.command or kept != "--no-enable-sleep-mode"
+    assert "VLLM_SERVER_DEV_MODE" not in made.environ or "VLLM" not in kept
+    assert made.sleeps == (kept == "--no-disable-custom-all-reduce")
+
+
+def test_what_is_there_already_is_not_added_twice() -> None:
+    made = prepare("--enable_sleep_mode", "--disable-custom-all-reduce", VLLM_SERVER_DEV_MODE="1")
+    assert "--enable-sleep-mode" not in made.command
+    assert made.command.count("--disable-custom-all-reduce") == 1
+    assert made.sleeps
+    assert made.hidden
+
+
+def test_keys_of_the_command_and_of_the_environment() -> None:
+    assert prepare("--api-key", "a", "b", "--port", "1", VLLM_API_KEY="c").keys == ("a", "b", "c")
+    assert prepare("--api-key=a").keys == ("a",)
+    assert prepare().keys == ()
+
+
+def test_the_last_value_counts() -> None:
+    made = prepare("--port", "1", "--port=2")
+    assert made.port == 2
+    assert not {"1", "--port", "--port=2"} & set(made.command)
+
+
+@pytest.mark.parametrize("option", ["--ssl-keyfile", "--ssl_certfile", "--uds", "--headless"])
+def test_what_the_gate_cannot_take_over_is_refused(option: str) -> None:
+    with pytest.raises(errors.Usage, match="gate"):
+        prepare(option, "x")
+    assert option in prepare(option, "x", without=("gate",)).command
+
+
+@pytest.mark.parametrize("port", ["x", "70000", "-1"])
+def test_a_bad_port(port: str) -> None:
+    with pytest.raises(errors.Usage):
+        prepare(f"--port={port}")
+
+
+def test_the_dry_run_starts_nothing(machine: Machine) -> None:
+    runtime = machine.path / "runtime"
+    words = ("run", "--dry-run", "--", "vllm", "serve", "Qwen/Qwen3-8B", "--port", "8123")
+    result = machine.gpuckpt(*words, json=False, GPUCKPT_RUNTIME_DIR=str(runtime))
+    assert result.code == 0
+    assert "VLLM_SERVER_DEV_MODE=1\nvllm serve Qwen/Qwen3-8B --uds " in result.stdout
+    assert "name Qwen3-8B, adapter vllm, gate on " in result.stdout
+    assert ":8123" in result.stdout
+    assert not runtime.exists()
+    document = machine.gpuckpt("run", "--json", *words[1:], json=False, GPUCKPT_RUNTIME_DIR=str(runtime)).document
+    assert document["command_line"][:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]
+    assert (document["dry_run"], document["adapter"], document["environment"]) == (True, "vllm", {"VLLM_SERVER_DEV_MODE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--name", "123", "--", "true"], "cannot be a name"),
+        (["--name", "a/b", "--", "true"], "cannot be a name"),
+        (["--", "docker", "run", "x"], "run gpuckpt inside"),
+        (["--upstream", "https://x", "--", "true"], "http://"),
+        (["--upstream", "http://x", "--adapter", "vllm", "--", "true"], "leave one"),
+        (["--upstream", "http://x", "--listen", "x:y", "--", "true"], "--listen"),
+        (["--", "vllm", "serve", "m", "--uds", "/x"], "behind the gate"),
+    ],
+)
+def test_refusals_before_anything_is_started(machine: Machine, words: list[str], said: str) -> None:
+    result = machine.gpuckpt("run", *words, json=False, GPUCKPT_RUNTIME_DIR=str(machine.path / "r"))
+    assert result.code == 125
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_names() -> None:
+    assert places.name_for(SERVE) == "Qwen3-8B"
+    assert places.name_for(["vllm", "serve", "/models/x/"]) == "x"
+    assert places.name_for(["/usr/bin/python3", "train.py"]) == "python3"
+    assert places.name_for(["vllm", "serve"]) == "vllm"
+    assert places.name_for(["vllm", "serve", "123"]) == "run"
+    assert [n for n in ("a", "a.b-c_d", "1a", "x" * 32) if not places.is_name(n)] == []
+    assert [n for n in ("", "1", "123", "-a", ".a", "a/b", "x" * 33, "a b", "é", "a\n") if places.is_name(n)] == []
+
+
+def test_the_runtime_directory_is_ours_alone(tmp_path: Path) -> None:
+    made = places.private(tmp_path / "r")
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.chmod(0o755)
+    assert places.private(made).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(made)
+    (tmp_path / "file").write_text("")
+    for name in ("link", "file"):
+        with pytest.raises(errors.PermissionDenied):
+            places.private(tmp_path / name)
+    with pytest.raises(errors.Usage, match="too long"):
+        places.Place("a", {"GPUCKPT_RUNTIME_DIR": str(tmp_path / ("x" * 100))})
+
+
+@pytest.mark.parametrize(
+    ("path", "read"),
+    [
+        ("/v1/models/Qwen%2FQwen3", "/v1/models/Qwen/Qwen3"),
+        ("/v1/models/a%20b", "/v1/models/a b"),
+        ("/%252e%252e/sleep", None),
+        ("/v1/%2e%2e", None),
+        ("/a%00", None),
+        ("/%25252573leep", None),
+        ("//sleep", None),
+        ("*", None),
+        ("", None),
+    ],
+)
+def test_a_path_with_two_readings_is_none(path: str, read: str | None) -> None:
+    assert paths.plain(path) == read
+
+
+class TestTraffic:
+    """The door, without a server."""
+
+    def run(self, body: Any) -> Any:
+        return asyncio.run(asyncio.wait_for(body(), 10))
+
+    def test_in_order_and_counted_before_anybody_else_looks(self) -> None:
+        async def body() -> None:
+            door, order = Traffic(hold_s=5, max_waiting=10), list[int]()
+
+            async def client(n: int) -> None:
+                await door.enter()
+                order.append(n)
+
+            clients = [asyncio.create_task(client(n)) for n in range(5)]
+            await asyncio.sleep(0)
+            assert (door.waiting, door.running) == (5, 0)
+            door.open()
+            assert (door.waiting, door.running) == (0, 5)
+            door.close()
+            await asyncio.gather(*clients)
+            assert order == list(range(5))
+            assert not await door.quiet(0.01)
+            for _ in range(5):
+                door.leave()
+            assert await door.quiet(0.01)
+
+        self.run(body)
+
+    def test_full_expired_and_failed(self) -> None:
+        async def body() -> None:
+            wanted = []
+            door = Traffic(hold_s=0.05, max_waiting=1, wanted=lambda: wanted.append(1))
+            first = asyncio.create_task(door.enter())
+            await asyncio.sleep(0)
+            with pytest.raises(Full):
+                await door.enter()
+            with pytest.raises(Expired):
+                await first
+            assert (door.waiting, wanted) == (0, [1])
+            second = asyncio.create_task(door.enter())
+            await asyncio.sleep(0)
+            door.fail(errors.GpuMemory("none"))
+            with pytest.raises(Unavailable):
+                await second
+            door.open()
+            await door.enter()
+            door.fail(errors.GpuMemory("none"), for_good=True)
+            with pytest.raises(Unavailable):
+                await door.enter()
+
+        self.run(body)
+
+    def test_a_client_that_leaves_as_it_is_let_in_is_not_counted(self) -> None:
+        async def body() -> None:
+            door = Traffic(hold_s=5, max_waiting=10)
+            client = asyncio.create_task(door.enter())
+            await asyncio.sleep(0)
+            door.open()
+            client.cancel()
+            await asyncio.gather(client, return_exceptions=True)
+            assert (door.running, door.waiting) == (0, 0)
+            assert await door.quiet(0.01)
+
+        self.run(body)
+
+    def test_its_clock_is_monotonic(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """mostlygeek/llama-swap#25: the date may jump."""
+
+        async def body() -> None:
+            door = Traffic(hold_s=5, max_waiting=10)
+            door.open()
+            await door.enter()
+            monkeypatch.setattr(time, "time", lambda: 0.0)
+            door.leave()
+            assert abs(door.last_end - time.monotonic()) < 1
+
+        self.run(body)

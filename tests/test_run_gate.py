@@ -1,0 +1,344 @@
+"""The gate of a run: what it holds, wakes, passes and turns away. Cases of other tools are named by their public reports."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import eventually
+from tests.serving import Serving, Stage, stage
+
+__all__ = ["stage"]
+
+
+def test_idle_to_nothing_on_the_gpu_and_back_by_a_request(stage: Stage) -> None:
+    run = stage.run("--idle", "300ms").awake()
+    before = run.complete(id=1)
+    run.until("suspended")
+    assert stage.machine.used() == 0
+    after = run.complete(id=1)
+    assert (before.status, after.status) == (200, 200)
+    assert after.json["choices"] == before.json["choices"]
+    assert not run.notes("computed asleep")
+    run.until("suspended")
+
+
+def test_sleep_names_its_mode_and_finds_no_request_running(stage: Stage) -> None:
+    """The server's default aborts what runs."""
+    run = stage.run("--drain", "10s").awake()
+    client = run.begin(seconds=1.0, stream=True)
+    eventually(lambda: run.notes("begin")[-1]["path"] == "/v1/completions", "it runs")
+    run.suspended()
+    assert client.result().body.endswith(b"[DONE]\n\n")
+    (note,) = run.notes("sleep")
+    assert note["query"] == {"level": "1", "mode": "wait"}
+    assert note["running"] == 0
+    assert not run.notes("cut")
+
+
+def test_longer_than_the_drain_is_not_suspended(stage: Stage) -> None:
+    run = stage.run("--drain", "200ms").awake()
+    client = run.begin(seconds=2.0)
+    eventually(lambda: any(n["path"] == "/v1/completions" for n in run.notes("begin")), "it runs")
+    result = stage.gpuckpt("suspend", "m")
+    assert (result.code, result.error["code"]) == (124, "still-serving")
+    assert run.state == "awake"
+    assert client.result().status == 200
+    assert not run.notes("sleep")
+
+
+def test_idle_counts_from_the_last_byte(stage: Stage) -> None:
+    """mostlygeek/llama-swap#25"""
+    run = stage.run("--idle", "700ms").awake()
+    client = run.begin(seconds=1.5, stream=True, chunks=3)
+    assert client.result().status == 200
+    assert not run.became("suspending")
+    run.until("suspended")
+    suspended = run.notes("sleep")[0]["at"]
+    assert suspended - client.ended >= 0.6
+
+
+def test_a_server_that_nobody_calls_is_suspended(stage: Stage) -> None:
+    """sablierapp/sablier#23"""
+    run = stage.run("--idle", "300ms").awake()
+    run.until("suspended")
+
+
+def test_scraping_does_not_keep_it_awake(stage: Stage) -> None:
+    """ggml-org/llama.cpp#20227"""
+    run = stage.run("--idle", "700ms").awake()
+    until = time.monotonic() + 10
+    while run.state != "suspended":
+        assert time.monotonic() < until
+        for path in ("/metrics", "/health", "/v1/models", "/version", "/load"):
+            assert run.get(path).status == 200
+    scraped = run.get("/metrics")
+    assert b"vllm:requests_total 0" in scraped.body
+    assert b'gpuckpt_state{state="suspended"} 1.0' in scraped.body
+    assert run.get("/v1/models").json["data"][0]["id"] == "model"
+    assert run.state == "suspended"
+
+
+def test_looking_wakes_nothing_and_takes_no_place(stage: Stage) -> None:
+    """goniz/opencode-local-provider#14, ctrox/zeropod#34"""
+    run = stage.run().awake().suspended()
+    paths = ("/", "/props", "/slots", "/api/tags", "/v1/models/NAME", "/tokenizer_info", "/favicon.ico", "/ping", "/v1/chat/completions")
+    for path in paths:
+        for method in ("HEAD", "OPTIONS", "GET"):
+            assert run.request(method, path).status < 500
+    run.dial(b"").close()
+    run.request("POST", "/wp-login.php", {})
+    assert run.facts["requests_waiting"] == 0
+    assert run.state == "suspended"
+    assert not run.became("resuming")
+
+
+def test_health_is_about_serving_and_awake_about_the_gpu(stage: Stage) -> None:
+    run = stage.run(fake=("--slow-load", "1"))
+    eventually(lambda: run.port, "the gate listens")
+    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [503, 503, 503]
+    held = run.begin(id=1)  # held while it starts
+    assert held.result().status == 200
+    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 200]
+    run.suspended()
+    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 503]
+
+
+def test_keys(stage: Stage) -> None:
+    """mostlygeek/llama-swap#50, #1051"""
+    run = stage.run("--max-waiting", "1", fake=("--api-key", "secret", "other")).awake().suspended()
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer"}):
+        assert run.complete(headers).status == 401
+        assert run.request("POST", "/invocations", {}, headers).status == 401
+        assert run.request("GET", "/v1/models", headers=headers).status == 401
+    assert run.state == "suspended"
+    assert run.facts["requests_waiting"] == 0
+    assert run.complete({"Authorization": "Bearer other"}).status == 200
+
+
+def test_the_key_of_the_environment(stage: Stage) -> None:
+    """mostlygeek/llama-swap#50"""
+    run = stage.run(VLLM_API_KEY="k").awake().suspended()
+    assert run.complete().status == 401
+    assert run.state == "suspended"
+    assert run.complete({"Authorization": "Bearer k"}).status == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sleep?level=1",
+        "//sleep",
+        "/%73leep",
+        "/%2573leep",
+        "/v1/../sleep",
+        "/v1/%2e%2e/sleep",
+        "/v1/..%2fsleep",
+        "/./sleep",
+        "/sleep/",
+        "/v1\\..\\sleep",
+        "/v1;/../sleep",
+        "http://localhost/sleep",
+        "HTTP://user@localhost:1/%73leep",
+        "/wake_up",
+        "/collective_rpc",
+        "/is_sleeping",
+        "/pause",
+        "/server_info",
+        "/reset_prefix_cache",
+        "sleep",
+    ],
+)
+def test_dev_endpoints_are_not_there(shared: Serving, path: str) -> None:
+    for method in ("POST", "GET"):
+        with shared.dial(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as s:
+            status = s.makefile("rb").readline().split()[1]
+        assert status in (b"404", b"400")
+    assert not shared.notes("sleep")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """One run for the tests that leave it as it was."""
+    made = stage.__wrapped__(tmp_path_factory.mktemp("shared"))  # type: ignore[attr-defined]
+    place = next(made)
+    yield place.run().awake()
+    next(made, None)
+
+
+def test_header_smuggling(shared: Serving) -> None:
+    served = len(shared.notes("begin"))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    both = f"{head}0\r\n\r\nPOST /sleep HTTP/1.1\r\n\r\n"
+    with shared.dial(both) as s:
+        assert b" 400 " in s.makefile("rb").readline()
+    assert not shared.notes("sleep")
+    hidden = {"Connection": "X-Secret, close", "X-Secret": "1", "X-Kept": "1", "Proxy-Authorization": "x"}
+    assert shared.complete(hidden).status == 200
+    (headers,) = [n["headers"] for n in shared.notes("begin")[served:] if n["path"] == "/v1/completions"]
+    assert "X-Kept" in headers
+    assert not {"X-Secret", "Proxy-Authorization"} & set(headers)
+
+
+def test_bytes_pass_as_they_come(shared: Serving) -> None:
+    body = json.dumps({"stream": True, "seconds": 1.0, "chunks": 4})
+    with shared.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}") as s:
+        begun, first, received = time.monotonic(), 0.0, b""
+        while b"[DONE]" not in received:
+            received += s.recv(65536)
+            if not first and b'{"n": 0}' in received:
+                first = time.monotonic() - begun
+    assert 0 < first < 0.7
+    assert b"text/event-stream" in received
+
+
+def test_a_refusal_of_the_server_passes_unchanged(shared: Serving) -> None:
+    """mostlygeek/llama-swap#887"""
+    answer = shared.complete(status=429)
+    assert (answer.status, answer.error, answer.headers["x-limit"]) == (429, {"message": "over the limit", "code": "limit"}, "1")
+
+
+def test_a_large_body_passes_in_pieces(shared: Serving) -> None:
+    size, piece = 300 << 20, b"x" * (1 << 20)
+    with shared.dial(f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\nExpect: 100-continue\r\n\r\n") as s:
+        file = s.makefile("rb")
+        assert file.readline() == b"HTTP/1.1 100 Continue\r\n"
+        file.readline()
+        for _ in range(size // len(piece)):
+            s.sendall(piece)
+        assert b" 200 " in file.readline()
+    assert int(Path(f"/proc/{shared.process.pid}/statm").read_text().split()[1]) * 4096 < 200 << 20, "it was not kept"
+
+
+def test_the_work_ends_when_the_client_leaves(shared: Serving) -> None:
+    """vllm-project/production-stack#867"""
+    cut = len(shared.notes("cut"))
+    body = '{"seconds": 20}'
+    s = shared.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}")
+    eventually(lambda: shared.facts["requests_running"] == 1, "it runs")
+    s.close()
+    eventually(lambda: len(shared.notes("cut")) > cut, "it was cut", 2.0)
+    eventually(lambda: shared.facts["requests_running"] == 0, "the count is back", 2.0)
+
+
+def test_websockets_pass(stage: Stage) -> None:
+    import asyncio
+
+    import aiohttp
+
+    run = stage.run().awake().suspended()
+
+    async def talk() -> tuple[str, bytes, int | None, str | None]:
+        async with aiohttp.ClientSession() as session:
+            url = f"http://127.0.0.1:{run.port}/v1/realtime"
+            async with session.ws_connect(url, protocols=("realtime",)) as ws:
+                await ws.send_str("hello")
+                text = await ws.receive_str()
+                await ws.send_bytes(b"\0" * 100_000)
+                data = await ws.receive_bytes()
+                await ws.send_str("bye")
+                await ws.receive()
+                return text, data, ws.close_code, ws.protocol
+
+    assert asyncio.run(talk()) == ("echo hello", b"\0" * 100_000, 4001, "realtime")
+    eventually(lambda: run.facts["requests_running"] == 0, "it is over")
+
+
+def test_held_requests_go_in_order(stage: Stage) -> None:
+    run = stage.run(fake=("--slow-wake", "1")).awake().suspended()
+    clients = []
+    for n in range(10):
+        clients.append(run.begin({"X-N": str(n)}, id=n))
+        eventually(lambda n=n: run.facts["requests_waiting"] == n + 1 or run.state == "awake", "it waits")
+    assert [c.result().json["id"] for c in clients] == list(range(10))
+    asked = [n["headers"]["X-N"] for n in run.notes("begin") if n["path"] == "/v1/completions"]
+    assert asked == [str(n) for n in range(10)]
+
+
+def test_a_full_waiting_room_refuses_before_the_body(stage: Stage) -> None:
+    run = stage.run("--max-waiting", "2", fake=("--slow-wake", "2")).awake().suspended()
+    clients = [run.begin(id=n) for n in range(2)]
+    eventually(lambda: run.facts["requests_waiting"] == 2, "both wait")
+    with run.dial("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n") as s:
+        head = s.recv(65536).decode()
+    assert head.startswith("HTTP/1.1 429 ")
+    assert "x-should-retry: true" in head.lower()
+    assert all(c.result().status == 200 for c in clients)
+
+
+def test_a_hold_that_is_too_short_says_when_to_come_back(stage: Stage) -> None:
+    """mostlygeek/llama-swap#225, kedacore/http-add-on#1592"""
+    run = stage.run("--hold", "300ms", fake=("--slow-wake", "1.5")).awake().suspended()
+    answer = run.complete(id=1)
+    assert answer.status == 503
+    assert 1 <= int(answer.headers["retry-after"]) <= 120
+    assert answer.headers["x-should-retry"] == "true"
+    assert set(answer.error) == {"message", "type", "param", "code"}
+    run.until("awake")
+    assert not [n for n in run.notes("begin") if n["path"] == "/v1/completions"], "it was not executed"
+    assert run.complete(id=2).status == 200
+
+
+def test_a_client_that_leaves_while_held_is_not_served(stage: Stage) -> None:
+    """mostlygeek/llama-swap#727"""
+    run = stage.run(fake=("--slow-wake", "1")).awake().suspended()
+    body = '{"id": "gone"}'
+    s = run.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}")
+    eventually(lambda: run.facts["requests_waiting"] == 1, "it waits")
+    s.close()
+    eventually(lambda: run.facts["requests_waiting"] == 0, "it left")
+    assert run.complete(id="here").json["id"] == "here"
+    assert len([n for n in run.notes("begin") if n["path"] == "/v1/completions"]) == 1
+
+
+def test_five_hundred_held_and_a_short_backlog(stage: Stage) -> None:
+    """knative/serving#9888"""
+    run = stage.run(fake=("--slow-wake", "3", "--at-once", "32", "--backlog", "16")).awake().suspended()
+    body = '{"id": 1}'
+    text = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
+    sockets: list[socket.socket] = [run.dial(text) for _ in range(500)]
+    answers = []
+    for s in sockets:
+        with s:
+            answers.append(s.makefile("rb").read().split()[1])
+    assert answers == [b"200"] * 500
+
+
+def test_idle_moments_and_requests_at_every_offset(stage: Stage) -> None:
+    """mostlygeek/llama-swap#946"""
+    run = stage.run("--idle", "250ms", fake=("--slow-sleep", "0.05")).awake()
+    for n in range(30):
+        time.sleep(0.2 + n * 0.012)
+        answer = run.complete(id=n)
+        assert (answer.status, answer.json["id"]) == (200, n), answer
+    assert not run.notes("computed asleep")
+    run.until("suspended")
+    assert run.facts["state"] == "suspended"
+    assert b'gpuckpt_state{state="suspended"} 1.0' in run.get("/metrics").body
+    assert run.complete(id="last").status == 200
+
+
+def test_another_server_by_its_url(stage: Stage) -> None:
+    """Any HTTP server: it is not asked to sleep, the driver takes all it holds."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    run = stage.run("--upstream", f"http://127.0.0.1:{port}", "--listen", "0", fake=("--port", port)).awake()
+    run.suspended()
+    assert stage.machine.used() == 0
+    assert run.complete(id=1).status == 200
+    assert not run.notes("sleep")
+
+
+def test_a_command_without_a_server(stage: Stage) -> None:
+    """Named, suspended and resumed by name; no gate."""
+    run = stage.run("--adapter", "none", fake=("--port", "0"))
+    run.until("awake")
+    assert run.child
+    assert run.suspended().facts["listen"] is None
+    assert stage.machine.used() == 0
+    assert stage.gpuckpt("resume", "m").code == 0

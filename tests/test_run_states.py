@@ -1,0 +1,159 @@
+"""A run in each of its states: signals, kill -9, orders and requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from gpuckpt.model import Call
+from gpuckpt.supervisor.keeper import descendants
+from tests.conftest import COMMAND, eventually
+from tests.serving import Serving, Stage, stage
+
+__all__ = ["stage"]
+
+STATES = ["starting", "awake", "draining", "sleeping", "suspending", "suspended", "resuming", "waking"]
+
+
+def bring_to(stage: Stage, state: str, *options: str) -> Serving:
+    """A run in *state*, in which it stays for a while."""
+    slow = {"starting": ("--slow-load", "30"), "sleeping": ("--slow-sleep", "20"), "waking": ("--slow-wake", "20")}.get(state, ())
+    run = stage.run("--drain", "20s", *options, fake=("--engine", *slow))
+    if state == "starting":
+        eventually(lambda: run.port, "the gate listens")
+        return run
+    run.awake()
+    eventually(lambda: len(run_tree(run)) >= 2, "the engine is there")
+    if state == "draining":
+        run.begin(seconds=20)
+        eventually(lambda: run.facts["requests_running"] == 1, "a request runs")
+    if state == "suspending":
+        stage.machine.slow(0.5)
+    if state not in ("awake",):
+        order = subprocess.Popen([COMMAND, "suspend", "m"], env=stage.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if state == "draining":
+            run.until("draining")
+        elif state == "sleeping":
+            eventually(lambda: run.notes("sleep"), "it goes to sleep")
+        elif state == "suspending":
+            eventually(lambda: under_way(stage, run, Call.CHECKPOINT), "the checkpoint runs")
+        else:
+            run.until("suspended")
+            order.wait()
+        stage.machine.commands.append(order)  # type: ignore[arg-type]
+    if state in ("resuming", "waking"):
+        stage.machine.slow(0.5)
+        run.begin(id=1)
+        run.until("resuming")
+        if state == "resuming":
+            eventually(lambda: under_way(stage, run, Call.RESTORE), "the restore runs")
+        else:
+            eventually(lambda: run.notes("begin")[-1]["path"] == "/wake_up", "it wakes up")
+    return run
+
+
+def run_tree(run: Serving) -> list[int]:
+    run.tree = descendants(run.process.pid)
+    return run.tree
+
+
+def under_way(stage: Stage, run: Serving, call: Call) -> bool:
+    return any(o.call == call for o in stage.machine.world.peek().under_way(run.child))
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_sigterm_in_each_state_leaves_nothing(stage: Stage, state: str) -> None:
+    run = bring_to(stage, state)
+    run_tree(run)
+    run.signal(signal.SIGTERM)
+    code = run.end()
+    assert code in (0, 143), run.stderr
+    if state in ("awake", "draining", "sleeping"):
+        assert code == 0, "it ended by itself, in order"
+    if state == "suspended":
+        assert code == 143
+        assert not run.notes("terminated"), "it was not restored to be ended"
+    run.nothing_left()
+    assert list(stage.runtime.glob("m.*")) == [stage.runtime / "m.lock"]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_kill_9_of_the_supervisor_ends_the_tree(stage: Stage, state: str) -> None:
+    """dryvist/nix-ai#1182"""
+    run = bring_to(stage, state)
+    run_tree(run)
+    run.process.kill()
+    run.nothing_left()
+
+
+def test_kill_9_of_the_keeper_ends_the_run(stage: Stage) -> None:
+    run = stage.run().awake()
+    keeper = next(p for p in run.tree if Path(f"/proc/{p}/comm").read_text().strip() == "gpuckpt-keeper")
+    os.kill(keeper, signal.SIGKILL)
+    assert run.end() == 137
+    run.nothing_left()
+
+
+def test_sigterm_while_requests_are_held(stage: Stage) -> None:
+    run = bring_to(stage, "waking")
+    client = run.begin(id=2)
+    eventually(lambda: run.facts["requests_waiting"] >= 1, "it waits")
+    run.signal(signal.SIGTERM)
+    answer = client.result()
+    assert (answer.status, answer.error["code"]) == (503, "run-not-ready")
+    assert run.end() in (0, 143)
+
+
+def test_requests_at_every_moment_of_a_suspend_and_resume(stage: Stage) -> None:
+    stage.machine.slow(0.02)
+    run = stage.run(fake=("--slow-sleep", "0.1", "--slow-wake", "0.1")).awake()
+    for n in range(8):
+        order = subprocess.Popen([COMMAND, "suspend", "m"], env=stage.environ, stdout=subprocess.DEVNULL)
+        clients = []
+        for k in range(6):
+            time.sleep(0.02 * n)
+            clients.append(run.begin(id=f"{n}.{k}"))
+        assert [c.result().json["id"] for c in clients] == [f"{n}.{k}" for k in range(6)]
+        assert order.wait() == 0
+    assert not run.notes("computed asleep")
+
+
+def test_orders_in_every_state(stage: Stage) -> None:
+    run = stage.run(fake=("--slow-load", "1"))
+    eventually(lambda: run.port, "the gate listens")
+    for command in ("suspend", "resume"):
+        result = stage.gpuckpt(command, "m")
+        assert (result.code, result.error["code"]) == (1, "run-not-ready")
+    run.awake()
+    assert stage.gpuckpt("resume", "m").document["already"]
+    run.suspended()
+    assert stage.gpuckpt("suspend", "m").document["already"]
+    assert stage.gpuckpt("is-suspended", "m").code == 0
+    assert stage.gpuckpt("status", "m", json=False).stdout.startswith("suspended: run m ")
+    assert stage.gpuckpt("resume", "m", json=False).stdout.startswith("awake: run m ")
+    assert stage.gpuckpt("is-suspended", "m").code == 1
+    result = stage.gpuckpt("stop", "m")
+    assert (result.code, run.end()) == (0, 0)
+    result = stage.gpuckpt("stop", "m")
+    assert (result.code, result.error["code"]) == (2, "usage")
+    assert stage.gpuckpt("suspend", "m", "1").code == 2
+
+
+def test_signals_reach_the_command(stage: Stage) -> None:
+    run = stage.run().awake()
+    run.signal(signal.SIGUSR1)
+    eventually(lambda: run.notes("usr1"), "it got the signal")
+
+
+def test_a_second_sigterm_does_not_wait(stage: Stage) -> None:
+    run = stage.run("--grace", "60s", fake=("--stubborn",)).awake()
+    run.signal(signal.SIGTERM)
+    run.until("stopping")
+    run.signal(signal.SIGTERM)
+    assert run.end() == 137
+    run.nothing_left()
