@@ -205,6 +205,16 @@ def test_nobody_else_answers_for_a_process(machine4: Machine) -> None:
     assert [s["name"] for s in plan["steps"]] == ["lock", "checkpoint"]
 
 
+def test_the_sockets_of_the_dead_are_taken_away(machine4: Machine) -> None:
+    first, _ = job(machine4, 2)
+    place = protocol.directory(os.geteuid())
+    left = place / protocol.socket_name(first.pid, processes.read(first.pid).start_ticks)
+    assert left.exists()
+    first.kill()
+    job(machine4, 1)
+    assert not left.exists()
+
+
 PROGRAM = """
 import os, sys, threading
 import gpuckpt.agent

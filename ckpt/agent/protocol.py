@@ -6,8 +6,10 @@ One JSON object a line. A request names a call, the operation and the seconds th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,16 @@ def make_directory(uid: int) -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     check_directory(path, uid)
     return path
+
+
+def sweep(path: Path) -> None:
+    """Take away the sockets of processes that ended without a word: those that nobody listens on, whatever their pid means here."""
+    for socket_path in sorted(path.glob("*.sock")):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(socket_path))
+            except ConnectionRefusedError:
+                socket_path.unlink()
 
 
 def check_directory(path: Path, uid: int) -> None:

@@ -58,11 +58,13 @@ class Agent:
 
     def start(self) -> None:
         """Listen. Raises ``OSError`` where the socket cannot be made."""
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()  # of a dead process with our pid and start time: of nobody
-        self._listener.bind(str(self.path))
-        self.path.chmod(0o600)
+        protocol.sweep(self.path.parent)
+        unheard = self.path.with_suffix(".new")  # until somebody listens on it another's sweep would take it away
+        unheard.unlink(missing_ok=True)
+        self._listener.bind(str(unheard))
+        unheard.chmod(0o600)
         self._listener.listen(8)
+        unheard.rename(self.path)
         threading.Thread(target=self._serve, name="gpuckpt-agent", daemon=True).start()
 
     def close_in_child(self) -> None:
