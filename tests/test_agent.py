@@ -92,8 +92,8 @@ def test_a_rank_without_an_agent_is_named(machine4: Machine) -> None:
 
 def test_a_program_that_never_comes_to_its_safe_point(machine4: Machine) -> None:
     ranks = job(machine4)
-    machine4.world.make_busy(ranks[2].pid, 3.0)
-    ranks[2].tell("check")  # stands in a CUDA call for three seconds
+    machine4.world.make_busy(ranks[2].pid, 5.0)
+    ranks[2].tell("check")  # stands in a CUDA call for five seconds
     result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "500ms")
     assert result.code == 124, result
     assert str(ranks[2].pid) in result.error["message"]
@@ -136,13 +136,17 @@ def test_a_failure_after_disarm_takes_the_whole_job_back(machine4: Machine, call
 @pytest.mark.parametrize("step", ["quiesce", "comms"])
 def test_a_controller_killed_before_disarm_is_not_missed(machine4: Machine, step: str) -> None:
     ranks = job(machine4)
+    entered = machine4.world.path / "comms" / "tp-1-suspend"
     if step == "quiesce":
-        machine4.world.make_busy(ranks[2].pid, 1.0)
+        machine4.world.make_busy(ranks[2].pid, 5.0)
         ranks[2].tell("check")
     else:
-        machine4.world.add_fault("comms", pid=ranks[2].pid, delay_s=0.5)
+        machine4.world.add_fault("comms", pid=ranks[2].pid, delay_s=2.0)
     running = machine4.begin("suspend", ranks[0].pid)
-    eventually(lambda: {"quiesced", "comms-suspended"} & stages(ranks), "an agent has begun")
+    if step == "quiesce":
+        eventually(lambda: "quiesced" in stages(ranks), "an agent has begun")
+    else:  # the others wait for the slow one: every rank has been asked
+        eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
     running.process.kill()
     running.end()
     if step == "quiesce":
