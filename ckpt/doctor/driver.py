@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuckpt.doctor.check import Check, Subject, UserMode, at_least, gib, numbers
+from gpuckpt.driver.cuda import NEEDED
 from gpuckpt.errors import NoDriver
 from gpuckpt.inspect import host
 
@@ -20,16 +21,6 @@ if TYPE_CHECKING:
 GOOD_BINDINGS = "'cuda-python>=12.9,!=13.0.0,!=13.0.1,!=13.3.0'"
 BAD_BINDINGS = ("13.0.0", "13.0.1", "13.3.0")  # lack CUcheckpoint… types
 MOVING_BINDINGS = (13, 0, 2)  # CUcheckpointGpuPair came with 13.0; it is needed only to restore onto other GPUs
-NEEDED_NAMES = (
-    "CUcheckpointLockArgs",
-    "CUcheckpointRestoreArgs",
-    "CUprocessState",
-    "cuCheckpointProcessCheckpoint",
-    "cuCheckpointProcessGetState",
-    "cuCheckpointProcessLock",
-    "cuCheckpointProcessRestore",
-    "cuCheckpointProcessUnlock",
-)
 NCCL_SUSPENDS = (2, 29, 7)
 NCCL_ADVISED = (2, 30, 7)
 INSTALL_DRIVER = "install driver 580 or newer from your distribution or https://www.nvidia.com/drivers, then reboot"
@@ -43,7 +34,7 @@ def probe() -> UserMode:
         from cuda.bindings import driver as cuda
     except ImportError as error:
         return UserMode(bindings, nccl=nccl, error=str(error))
-    missing = tuple(name for name in NEEDED_NAMES if not hasattr(cuda, name))
+    missing = tuple(name for name in NEEDED if not hasattr(cuda, name))
     try:
         result, number = cuda.cuDriverGetVersion()
     except RuntimeError as error:  # cuda.pathfinder found no libcuda

@@ -29,7 +29,7 @@ _STATES = {
 }
 
 # 13.0.0, 13.0.1 and 13.3.0 lack some of these. CUcheckpointGpuPair, which 12.x lacks, is asked for only where a map needs it.
-_NEEDED = (
+NEEDED = (
     "CUcheckpointLockArgs",
     "CUcheckpointRestoreArgs",
     "CUprocessState",
@@ -54,7 +54,7 @@ class CudaDriver(Driver):
 
     def __init__(self) -> None:
         self._cuda = _bindings()
-        missing = [name for name in _NEEDED if not hasattr(self._cuda, name)]
+        missing = [name for name in NEEDED if not hasattr(self._cuda, name)]
         if missing:
             raise _bindings_too_old(f"cuda-bindings {_bindings_version()} lacks {', '.join(missing)}")
         version = _version(self._cuda)
