@@ -66,6 +66,7 @@ def suspend(
 def resume(
     *pids: int,
     timeout_s: float | None = None,
+    tree: bool = True,
     wait_s: float = 0.0,
     gpus: Mapping[str, str] | None = None,
     to_gpu: str = "",
@@ -74,7 +75,8 @@ def resume(
     """Put the groups of *pids* back on their GPUs, at the same addresses, and let them go on.
 
     Restore is called only when every GPU has room for what it gets; *wait_s* waits for that. *gpus* maps old to new GPU UUIDs,
-    *to_gpu* names the new GPU of a group that was on one.
+    *to_gpu* names the new GPU of a group that was on one. Without *tree* only the processes named, refused where they were suspended
+    together with others.
 
     Raises
     ------
@@ -88,7 +90,7 @@ def resume(
 
     with LocalWorld(command="resume") as world, world.interruptible(restore=True):
         operation = Operation(world, "resume", timeout_s=timeout_s, tell=tell)
-        return operation.resume(pids, wished=gpus, to_gpu=to_gpu, wait_s=wait_s)
+        return operation.resume(pids, tree=tree, wished=gpus, to_gpu=to_gpu, wait_s=wait_s)
 
 
 def status(*pids: int) -> Overview:

@@ -123,8 +123,11 @@ class Group(Walk):
     def claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
         return self.world.claim(sorted(processes), self.deadline if until is None else until)
 
-    def group_to_resume(self, targets: Sequence[int]) -> tuple[Record | None, Inventory]:
-        """The journal's group where it knows one, else what the driver says of the targets' group."""
+    def group_to_resume(self, targets: Sequence[int], tree: bool) -> tuple[Record | None, Inventory]:
+        """The journal's group where it knows one, else what the driver says of the targets' group.
+
+        Without *tree* it is the targets alone, and refused where they were suspended together with others.
+        """
         records = [r for r in self.world.journal.records() if any(self._is(m) for m in r.members)]
         named = [m for r in records for m in r.members if m.id.pid in targets and not self._number_taken(m)]
         known = [r for r in records if any(m in named for m in r.members)]
@@ -132,7 +135,7 @@ class Group(Walk):
         inventory = Inventory((), self.world.gpus())
         found: dict[ProcessId, Member] = {}
         if rest:
-            inventory = self.inspected(rest)
+            inventory = self.inspected(rest, tree=tree)
             for p in inventory.processes:
                 if p.state in plan.DEPTH and p.state is not State.RUNNING:
                     found[p.id] = as_member(p)
@@ -148,6 +151,13 @@ class Group(Walk):
         members = {**found, **{m.id: m for r in known for m in r.members}}
         if not members:
             return None, inventory
+        others = [p for p in members if p.pid not in targets and self._is(members[p])]
+        if others and not tree:
+            raise errors.Refused(
+                f"pid {targets[0]} was suspended together with pid {others[0]}, and is resumed with it; nothing was touched",
+                hint=f"gpuckpt resume {targets[0]}",
+                pid=others[0].pid,
+            )
         first = known[0] if known else Record(Status.SUSPENDED, (), inventory.gpus, by="another tool")
         gpus = {g.uuid: g for r in (first, *known) for g in r.gpus}
         retained = total_retained(r.retained for r in known)

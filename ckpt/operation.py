@@ -53,20 +53,28 @@ class Operation(Group):
             self.save(status=Status.SUSPENDED)
             return self._finish()
 
-    def resume(self, targets: Sequence[int], *, wished: Mapping[str, str] | None = None, to_gpu: str = "", wait_s: float = 0.0) -> Report:
+    def resume(
+        self,
+        targets: Sequence[int],
+        *,
+        tree: bool = True,
+        wished: Mapping[str, str] | None = None,
+        to_gpu: str = "",
+        wait_s: float = 0.0,
+    ) -> Report:
         """Restore the group of *targets*, once every GPU has room, waiting up to *wait_s* for it.
 
         *wished* maps GPUs (old UUID to new), *to_gpu* names one GPU for a group that was on one.
         """
         with self.holding(targets):
             with self.step("inspect"):
-                record, inventory = self.group_to_resume(targets)
+                record, inventory = self.group_to_resume(targets, tree)
             while record is not None:
                 self.refuse_stopped(record.members)
                 self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
                 self.check_interruption()
                 self.claims.append(self.claim(m.id for m in record.members))
-                before, (record, inventory) = record, self.group_to_resume(targets)
+                before, (record, inventory) = record, self.group_to_resume(targets, tree)
                 if record is not None and self.timeless(record) == self.timeless(before):
                     break
                 self.release()  # another command was at it while we waited

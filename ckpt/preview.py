@@ -36,9 +36,17 @@ class Preview(Group):
             host_limit=inventory.host_room.limit if inventory.host_room else "",
         )
 
-    def resume(self, targets: Sequence[int], *, wished: Mapping[str, str] | None = None, to_gpu: str = "", wait_s: float = 0.0) -> Report:  # noqa: ARG002 - as the operation has it
+    def resume(
+        self,
+        targets: Sequence[int],
+        *,
+        tree: bool = True,
+        wished: Mapping[str, str] | None = None,
+        to_gpu: str = "",
+        wait_s: float = 0.0,  # noqa: ARG002 - as the operation has it
+    ) -> Report:
         """What a resume would do, and whether there is room for it now. Touches nothing."""
-        record, inventory = self.group_to_resume(targets)
+        record, inventory = self.group_to_resume(targets, tree)
         if record is None:
             return self._previewed((), as_found(inventory), refused=None, gpu_bytes_needed={}, gpu_bytes_free={}, gpu_map={})
         self.record = record

@@ -20,12 +20,23 @@ from gpuckpt.words import size
     metavar="OLD=NEW",
     help="Restore on another card of the same kind: GPU UUIDs, or one UUID alone for a group on one GPU. Repeatable.",
 )
+@click.option(
+    "--no-tree",
+    is_flag=True,
+    help="Only the processes named; refused where others were suspended together with them.",
+)
 @click.option("--wait", "wait_s", type=Duration(), metavar="DURATION", help="Wait for room on the GPUs this long. [default: not at all]")
 @click.option("--dry-run", is_flag=True, help="Print the plan and whether there is room. Touches nothing.")
 @timeout_option
 @json_option
 def resume(
-    targets: tuple[str, ...], gpus: tuple[str, ...], wait_s: float | None, dry_run: bool, timeout_s: float | None, as_json: bool
+    targets: tuple[str, ...],
+    gpus: tuple[str, ...],
+    no_tree: bool,
+    wait_s: float | None,
+    dry_run: bool,
+    timeout_s: float | None,
+    as_json: bool,
 ) -> None:
     """Put suspended TARGETs back on their GPUs, at the same addresses, and let them go on.
 
@@ -50,7 +61,7 @@ def resume(
         with LocalWorld(command="resume") as world, world.interruptible(), Bar(as_json) as bar:
             kind = Preview if dry_run else Operation
             operation = kind(world, "resume", timeout_s=timeout_s, tell=bar.tell, watch=bar.watch)
-            return operation.resume(pids(targets), wished=wished, to_gpu=to_gpu, wait_s=wait_s or 0.0)
+            return operation.resume(pids(targets), tree=not no_tree, wished=wished, to_gpu=to_gpu, wait_s=wait_s or 0.0)
 
     execute("resume", as_json, body, show_plan if dry_run else show)
 

@@ -1,4 +1,7 @@
-"""What goes wrong, on the real driver: each case ends as it was found, suspended, or named."""
+"""What goes wrong, on the real driver: each case ends as it was found, suspended, or named. usage: bad_days.py [NAME…]
+
+With names (``busy``, ``SIGTERM:suspend/checkpoint`` …) only those, into ``bad_days_NAME.json`` of the first.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
 from lab import Results, Target, free_mib, gpuckpt, state, used_mib, wait_for
 
-r = Results("bad_days")
+only = sys.argv[1:]
+r = Results("_".join(["bad_days", *(n.partition(":")[0].lower() for n in only[:1])]))
 empty = used_mib()
 
 
@@ -149,6 +154,8 @@ cases = {
     "exported": case_exported,
 }
 for name, case in cases.items():
+    if only and name not in only:
+        continue
     try:
         case()
     except Exception as e:  # noqa: BLE001 - the next case runs all the same
@@ -165,6 +172,8 @@ for command, step, victim, sig in (
     ("suspend", "checkpoint", "command", signal.SIGINT),
     ("suspend", "checkpoint", "command", signal.SIGTERM),
 ):
+    if only and f"{signal.Signals(sig).name}:{command}/{step}" not in only:
+        continue
     try:
         kill_in(command, step, victim, sig)
     except Exception as e:  # noqa: BLE001

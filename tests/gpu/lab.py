@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ else:
 
     pynvml.nvmlInit()
 
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
 HERE = Path(__file__).parent
 OUT = Path(os.environ.get("OUT", HERE.parent.parent / "benchmarks" / "results"))
 
@@ -117,8 +120,11 @@ class Target:
         self.first = self.read()
         self.pid: int = self.first["pid"]
 
-    def read(self) -> dict[str, Any]:
+    def read(self, seconds: float = 180) -> dict[str, Any]:
+        """The next answer; ``{"late": true}`` if there is none in time, ``{"eof": true}`` if the target ended."""
         assert self.p.stdout is not None
+        if not select.select([self.p.stdout], [], [], seconds)[0]:
+            return {"late": True}
         return json.loads(self.p.stdout.readline() or '{"eof": true}')
 
     def send(self, command: str) -> None:

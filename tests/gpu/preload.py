@@ -116,10 +116,14 @@ def plain_target() -> str:
 
 def cycle(t: Target) -> dict[str, Any]:
     rss = t.rss_mib()
-    code, down, wall = gpuckpt("suspend", t.pid)
+    code, down, wall = gpuckpt("suspend", t.pid, "--no-tree", "--accept-loss", "possible-import")
+    if code:
+        raise SystemExit(f"suspend: exit {code}, {down.get('error')}")
     row: dict[str, Any] = {"suspend": code, "suspend_wall_s": wall, "error": down.get("error"), "used_mib": used_mib()}
     row |= {s["name"]: s["seconds"] for s in down.get("steps", [])} | {"library": result(t.pid), "suspended_rss_mib": t.rss_mib()}
-    code, up, wall = gpuckpt("resume", t.pid)
+    code, up, wall = gpuckpt("resume", t.pid, "--no-tree")
+    if code:
+        raise SystemExit(f"resume: exit {code}, {up.get('error')}")
     row |= {"resume": code, "resume_wall_s": wall} | {s["name"]: s["seconds"] for s in up.get("steps", []) if s["name"] in ("restore", "unlock")}
     return {**row, "same": t.same(), "rss_grew_mib": t.rss_mib() - rss}
 

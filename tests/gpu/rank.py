@@ -15,7 +15,13 @@ import gpuckpt.agent
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(rank)
 dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
-groups = [dist.group.WORLD, dist.new_group(list(range(size)), backend="nccl")]
+kinds = os.environ.get("RANK_GROUPS", "world,new,split").split(",")
+made = {
+    "world": lambda: dist.group.WORLD,
+    "new": lambda: dist.new_group(list(range(size)), backend="nccl"),
+    "split": lambda: dist.split_group(dist.group.WORLD, [list(range(size))]),
+}
+groups = [made[kind]() for kind in kinds]
 x = torch.arange(1 << 22, device="cuda", dtype=torch.float32) % 1000 * (rank + 1)
 weights = torch.randint(0, 2**31 - 1, (1 << 28,), device="cuda", dtype=torch.int32)
 buffers = [torch.zeros_like(x) for _ in groups]
@@ -23,6 +29,8 @@ for g, y in zip(groups, buffers, strict=True):
     for _ in range(3):
         y.copy_(x)
         dist.all_reduce(y, group=g)
+    for count in (1 << 10, 1 << 20) if os.environ.get("RANK_WARM") else ():  # the shapes of the proof after a resume
+        dist.all_reduce(torch.ones(count, device="cuda", dtype=torch.int64), group=g)
 torch.cuda.synchronize()
 small, out = torch.ones(1024, device="cuda") * (rank + 1), torch.zeros(1024, device="cuda")
 graph = torch.cuda.CUDAGraph()
@@ -42,7 +50,7 @@ def check() -> dict[str, object]:
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    return {"pid": os.getpid(), "sums": sums, "graph": float(out.sum().item()), "weights": int(weights.sum(dtype=torch.int64).item())}
+    return {"pid": os.getpid(), "groups": kinds, "sums": sums, "graph": float(out.sum().item()), "weights": int(weights.sum(dtype=torch.int64).item())}
 
 
 gpuckpt.agent.install()

@@ -1,5 +1,6 @@
-"""A torch.distributed job of N ranks (default 2): suspended and resumed as one, answers exact. usage: two_ranks.py [CYCLES] [N]
+"""A torch.distributed job of N ranks (default 2): suspended and resumed as one, answers exact. usage: two_ranks.py [CYCLES] [N] [NAME]
 
+$RANK_GROUPS (of ``world,new,split``) and $RANK_WARM narrow down what breaks; NAME is then that of the results.
 Needs NCCL 2.29.7 or newer in torch's place, and one GPU a rank. An un-suspended job without agents must be refused, not lost.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 from lab import HERE, Results, gpuckpt, slope, state, used_mib
 
 cycles, n = int(sys.argv[1]) if len(sys.argv) > 1 else 20, int(sys.argv[2]) if len(sys.argv) > 2 else 2
-r = Results("two_ranks")
+r = Results(sys.argv[3] if len(sys.argv) > 3 else "two_ranks")
 environment = json.loads(subprocess.run(["gpuckpt", "env", "--json"], capture_output=True, text=True, check=True).stdout)["environment"]
 
 
@@ -28,13 +30,14 @@ class Rank:
         self.p.stdin.write("check\n")  # type: ignore[union-attr]
         self.p.stdin.flush()  # type: ignore[union-attr]
 
-    def read(self) -> dict[str, Any]:
-        while True:
+    def read(self, seconds: float = 120) -> dict[str, Any]:
+        while select.select([self.p.stdout], [], [], seconds)[0]:
             line = self.p.stdout.readline()  # type: ignore[union-attr]
             if not line:
                 return {"ended": self.p.poll()}
             if line.startswith("{"):
                 return json.loads(line)
+        return {"late": seconds}
 
 
 def ask(ranks: list[Rank]) -> list[dict[str, Any]]:
@@ -46,7 +49,9 @@ def ask(ranks: list[Rank]) -> list[dict[str, Any]]:
 ranks = [Rank(i) for i in range(n)]
 try:
     first = [x.read() for x in ranks]
-    r.check("the job runs", all("sums" in f for f in first), first)
+    if not r.check("the job runs", all("sums" in f for f in first), first):
+        raise SystemExit(1)
+    r.note("groups", first[0]["groups"])
     code, plan, _ = gpuckpt("suspend", ranks[0].pid, "--dry-run")
     r.check("dry run: every rank, agent steps", code == 0 and not plan["plan"]["refused"], [plan.get("plan"), plan.get("hazards")])
     code, doc, _ = gpuckpt("suspend", "--no-tree", ranks[1].pid)
