@@ -278,8 +278,8 @@ class LocalWorld:
         fds = [fd for claim in claims for fd in claim.fds]
         return self.callers.start(call, process, timeout_s=timeout_s, gpu_map=gpu_map, initialise=initialise, claims=fds)
 
-    def ask(self, call: Call, process: ProcessId, *, operation: str, timeout_s: float) -> AgentPending:
-        return self.agents.start(call, process, operation, timeout_s)
+    def ask(self, call: Call, processes_: Sequence[ProcessId], *, operation: str, timeout_s: float) -> dict[ProcessId, AgentPending]:
+        return self.agents.start(call, processes_, operation, timeout_s)
 
     def wait(self, pending: Collection[Any], until: float) -> None:
         before = len(self._signals)

@@ -109,11 +109,10 @@ class Walk:
         calls: dict[ProcessId, Pending] = {}
         not_made: list[Failure] = []
         initialise = phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus())
-        for process in phase.processes:
-            if phase.call in plan.AGENT_CALLS:
-                assert self.record is not None
-                calls[process] = world.ask(phase.call, process, operation=self.record.id, timeout_s=max(0.05, self.deadline - begun))
-                continue
+        if phase.call in plan.AGENT_CALLS:
+            assert self.record is not None
+            calls.update(world.ask(phase.call, phase.processes, operation=self.record.id, timeout_s=max(0.05, self.deadline - begun)))
+        for process in phase.processes if phase.call not in plan.AGENT_CALLS else ():
             try:
                 calls[process] = world.start(
                     phase.call,
@@ -140,7 +139,9 @@ class Walk:
                 )
             world.wait(waiting, min(limit, world.now() + 0.25) if self._watch else limit)
             self.say(phase.call)
-        return not_made + [f for process, call in calls.items() if (f := self._result(phase.call, process, call, limit, gpu_map))]
+        dropped = [p for p, c in calls.items() if c.outcome is not None and c.outcome.result == "agent:DROPPED"]
+        order = sorted(calls, key=lambda p: p in dropped)  # those that were not ready are why the others are not done
+        return not_made + [f for process in order if (f := self._result(phase.call, process, calls[process], limit, gpu_map))]
 
     def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float, gpu_map: Mapping[str, str]) -> Failure | None:
         """Take in how one call ended."""
@@ -211,6 +212,8 @@ class Walk:
             what = "resume and verify" if call is Call.COMMS_RESUME else "suspend"
             hint = f"end the job and start it again: kill {process}"
             return errors.Lost(f"{who} could not {what} its communicators: {outcome.message}", hint=hint, **where)
+        if outcome.result == "agent:DROPPED":
+            return errors.Aborted(f"{call} of {who}: {outcome.message}", **where)
         cls = errors.Busy if call is Call.QUIESCE else errors.InFlight
         return cls(f"the agent of {who} did not begin its {call}: {outcome.message}", hint="gpuckpt recover", **where)
 

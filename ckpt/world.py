@@ -93,8 +93,11 @@ class World(Protocol):
         claims: Sequence[Any] = (),
     ) -> Pending: ...
 
-    def ask(self, call: Call, process: ProcessId, *, operation: str, timeout_s: float) -> Pending:
-        """Begin an agent's *call*; the agent answers after at most *timeout_s*, or not at all."""
+    def ask(self, call: Call, processes: Sequence[ProcessId], *, operation: str, timeout_s: float) -> Mapping[ProcessId, Pending]:
+        """Begin the *call* of the agents of *processes*; an agent answers after at most *timeout_s*, or not at all.
+
+        What they do together (``agent.protocol.TOGETHER``) all begin, or none: those that were ready then end as "agent:DROPPED".
+        """
         ...
 
     def wait(self, pending: Collection[Any], until: float) -> None:

@@ -43,10 +43,15 @@ class Agent:
         """At work, or on its way back from a controller that is gone."""
         return self.working is not None or (self.owner is None and self.stage in EARLY)
 
+    def refusal(self, call: Call, controller: object) -> str:
+        needs, _ = MOVES[call]
+        if self.working or self.stage is not needs or (self.owner not in (None, controller) and call is not Call.ARM):
+            return "agent:ILLEGAL_STATE"
+        return ""
+
     def ask(self, asked: AgentCall, controller: object, fault: Fault, timeout_s: float) -> None:
-        needs, _ = MOVES[asked.call]
-        if self.working or self.stage is not needs or (self.owner not in (None, controller) and asked.call is not Call.ARM):
-            asked.outcome = Outcome("agent:ILLEGAL_STATE")
+        if why := self.refusal(asked.call, controller):
+            asked.outcome = Outcome(why)
             return
         self.owner, self.working = controller, asked
         seconds, late = fault.seconds or QUICK_S, bool(fault.result)

@@ -10,6 +10,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
+from gpuckpt.agent.protocol import TOGETHER
 from gpuckpt.driver.api import CallError
 from gpuckpt.journal import Record
 from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, Inventory, Outcome, ProcessId, State
@@ -194,8 +195,25 @@ class MemoryWorld:
         self.machine.enqueue(pending)
         return pending
 
-    def ask(self, call: Call, process: ProcessId, *, operation: str, timeout_s: float) -> AgentCall:
+    def ask(self, call: Call, processes: Sequence[ProcessId], *, operation: str, timeout_s: float) -> dict[ProcessId, AgentCall]:
+        if call not in TOGETHER:
+            asked = {}
+            for p in processes:
+                self.point(f"ask {call}")
+                asked[p] = self._ask(call, p, timeout_s)
+            return asked
         self.point(f"ask {call}")
+        refusals = {p: self._refusal(call, p) for p in processes}
+        if not any(refusals.values()):
+            return {p: self._ask(call, p, timeout_s) for p in processes}
+        return {p: AgentCall(call, p, outcome=Outcome(why or "agent:DROPPED")) for p, why in refusals.items()}
+
+    def _refusal(self, call: Call, process: ProcessId) -> str:
+        if process.pid not in self.machine.rules.processes:
+            return "agent:VANISHED"
+        return self.machine.agents[process.pid].refusal(call, self)
+
+    def _ask(self, call: Call, process: ProcessId, timeout_s: float) -> AgentCall:
         fault = self._faults.get(self._started, PLAIN)
         self._started += 1
         asked = AgentCall(call, process)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +17,7 @@ from gpuckpt.agent import protocol
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, Outcome, ProcessId, State
 
-#: How long an agent may take to say hello, in seconds: its thread does nothing else.
+#: How long an agent may take to say hello, or that it is ready, in seconds: its thread does nothing else.
 HELLO_DEADLINE_S = 2.0
 _ANSWER_MAX_BYTES = 1 << 20
 
@@ -48,6 +50,17 @@ class AgentPending:
         if answer is not None:
             self.outcome = Outcome(f"agent:{answer['result']}" if answer["result"] != "SUCCESS" else "SUCCESS", message=answer["message"])
 
+    def ready(self, until: float) -> bool:
+        """Whether the agent says by *until* that it can begin; what it says else is the outcome."""
+        if self.outcome is not None:
+            return False
+        answer = self.link.wait_for_answer(until)
+        if answer is None:
+            self.outcome = Outcome("agent:SILENT", message="its agent does not answer: the program does not let other threads run")
+        elif answer["result"] != "READY":
+            self.outcome = Outcome(f"agent:{answer['result']}", message=answer["message"])
+        return self.outcome is None
+
     def keep(self) -> None: ...
 
     def release(self) -> None: ...
@@ -60,9 +73,17 @@ class Link:
     sock: socket.socket
     received: bytes = b""
 
-    def ask(self, call: str, **more: Any) -> None:
+    def ask(self, call: str, pipe: int | None = None, **more: Any) -> None:
         with contextlib.suppress(OSError):
-            self.sock.send(protocol.encode({"version": protocol.VERSION, "call": call, **more}))
+            message = protocol.encode({"version": protocol.VERSION, "call": call, **more})
+            socket.send_fds(self.sock, [message], [] if pipe is None else [pipe])
+
+    def wait_for_answer(self, until: float) -> dict[str, Any] | None:
+        """The answer; None if there is none by *until*."""
+        answer = None
+        while answer is None and (left := until - time.monotonic()) > 0 and select.select([self.sock], [], [], left)[0]:
+            answer = self.answer()
+        return answer
 
     def answer(self) -> dict[str, Any] | None:
         """The answer, once it is whole; a lost connection answers for itself."""
@@ -93,23 +114,37 @@ class Agents:
         if link is None:
             return None
         link.ask("hello")
-        link.sock.settimeout(HELLO_DEADLINE_S)
-        until, answer = time.monotonic() + HELLO_DEADLINE_S, None
-        while answer is None and time.monotonic() < until:
-            answer = link.answer()
-        link.sock.settimeout(None)
+        answer = link.wait_for_answer(time.monotonic() + HELLO_DEADLINE_S)
         if answer is None or answer["result"] != "SUCCESS":
             self.links.pop(process).sock.close()
             return None
         return Hello(State(answer["stage"]), tuple(answer["communicators"]), tuple(answer["hazards"]))
 
-    def start(self, call: Call, process: ProcessId, operation: str, timeout_s: float) -> AgentPending:
-        """Ask *process*'s agent for *call*."""
+    def start(self, call: Call, processes_: Sequence[ProcessId], operation: str, timeout_s: float) -> dict[ProcessId, AgentPending]:
+        """Ask the agents of *processes_* for *call*. Of what they do together either all have been told to begin, or none."""
+        if call not in protocol.TOGETHER:
+            return {p: self._ask(call, p, operation, timeout_s) for p in processes_}
+        ours, theirs = os.pipe()  # theirs is what we write to: closed by our death, too
+        try:
+            calls = {p: self._ask(call, p, operation, timeout_s, ours) for p in processes_}
+            until = time.monotonic() + HELLO_DEADLINE_S
+            ready = [c.ready(until) for c in calls.values()]
+            if all(ready):
+                os.write(theirs, b"!")
+        finally:
+            os.close(theirs)
+            os.close(ours)
+        for p, c in calls.items():
+            if c.outcome is not None and c.outcome.result == "agent:SILENT":
+                self.links.pop(p).sock.close()  # what it says later is not for the next question
+        return calls
+
+    def _ask(self, call: Call, process: ProcessId, operation: str, timeout_s: float, pipe: int | None = None) -> AgentPending:
         link = self._connect(process)
         if link is None:
             gone = Link(socket.socketpair()[0])
             return AgentPending(call, process, gone, outcome=Outcome("agent:VANISHED", message="the agent does not answer"))
-        link.ask(call, operation=operation, seconds=timeout_s)
+        link.ask(call, pipe, operation=operation, seconds=timeout_s)
         return AgentPending(call, process, link)
 
     def close(self) -> None:

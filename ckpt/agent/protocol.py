@@ -1,7 +1,11 @@
 """What controller and agent say to each other: where the socket is, the calls, the stages of a process that has an agent.
 
-One JSON object a line. A request names a call, the operation and the seconds that are left; its answer has a ``result`` ("SUCCESS",
-"NOT_READY", "ILLEGAL_STATE", "FAILED"), the ``stage`` that the agent is in now, and words.
+One JSON object a line. A request names a call, the operation and the seconds that are left. Its answer has a ``result`` ("SUCCESS",
+"NOT_READY", "ILLEGAL_STATE", "DROPPED", "FAILED"), the ``stage`` that the agent is in now, and words.
+
+What all ranks must do or none (``TOGETHER``) comes with the read end of one pipe for all of them. An agent answers "READY" and waits:
+a byte in the pipe, which nobody takes out, is the word for all at once; a pipe closed without one means that nothing was begun.
+So no kill of the controller can leave some ranks waiting for others inside NCCL.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any
 
 from gpuckpt.model import ProcessId, State
 
-VERSION = 1
+VERSION = 2
 
 #: Agent call -> (stage it needs, stage it leads to). The way down, and the way back.
 MOVES: dict[str, tuple[State, State]] = {
@@ -27,6 +31,9 @@ MOVES: dict[str, tuple[State, State]] = {
     "comms-resume": (State.COMMS_SUSPENDED, State.QUIESCED),
     "unquiesce": (State.QUIESCED, State.RUNNING),
 }
+
+#: Calls that every rank makes, or none.
+TOGETHER = frozenset({"comms", "disarm", "arm", "comms-resume"})
 
 
 def directory(uid: int) -> Path:

@@ -2,18 +2,22 @@
 
 Stages (``protocol.MOVES``): running → quiesced (the program stands at its safe point) → communicators suspended → disarmed.
 A controller that vanishes before *disarm* leaves a process that goes back by itself, on every rank; after it nothing happens
-until a controller comes, since from then on the process may be locked, checkpointed, or on another GPU.
+until a controller comes, since from then on the process may be locked, checkpointed, or on another GPU. A new controller is answered
+only when all that others had sent, and their end, has been taken in: a late request of a dead one cannot overtake its look.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import json
 import os
 import queue
 import selectors
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +30,7 @@ from gpuckpt.agent.communicators import Communicators
 from gpuckpt.model import State
 
 _REQUEST_MAX_BYTES = 1 << 16
+_FDS_MAX = 1
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +39,16 @@ class _Connection:
     received: bytes = b""
     asked: str = ""  # the call that this connection waits for
     until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A call that begins when its pipe has a byte."""
+
+    connection: _Connection
+    call: str
+    pipe: int
+    seconds: float
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +66,9 @@ class Agent:
     _visit: int = 0  # counts the quiesces: what belongs to an earlier one must not count for this one
     _jobs: queue.SimpleQueue[tuple[int, str, Callable[[], None] | None]] = field(default_factory=queue.SimpleQueue)  # None: go on
     _done: queue.SimpleQueue[tuple[int, str, str]] = field(default_factory=queue.SimpleQueue)  # (visit, call, error words or "")
+    _prepared: _Prepared | None = None
+    _greeted: list[_Connection] = field(default_factory=list)  # they said hello, and have no answer yet
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _running: str = ""  # the job that the program's thread has been given
     _broken: str = ""  # how its communicators failed: it stays where it is until a controller has heard of it
     _listener: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
@@ -99,22 +117,28 @@ class Agent:
     # The agent's thread.
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ, None)
-            selector.register(self._woken[0], selectors.EVENT_READ, None)
-            while True:
-                waits = [c.until for c in self._connections if c.asked == "quiesce"]
-                for key, _ in selector.select(max(0.0, min(waits) - time.monotonic()) if waits else None):
-                    if key.fileobj is self._listener:
-                        if connection := self._accept():
-                            selector.register(connection.sock, selectors.EVENT_READ, connection)
-                    elif key.fileobj is self._woken[0]:
-                        self._woken[0].recv(4096)
-                    elif not self._read(key.data):
-                        selector.unregister(key.data.sock)
-                        self._lost(key.data)
-                self._collect()
-                self._expire()
+        selector = self._selector
+        selector.register(self._listener, selectors.EVENT_READ, None)
+        selector.register(self._woken[0], selectors.EVENT_READ, None)
+        while True:
+            waits = [c.until for c in self._connections if c.asked == "quiesce"]
+            timeout = max(0.0, min(waits) - time.monotonic()) if waits else None
+            events = selector.select(0.0 if self._greeted else timeout)
+            if not events:
+                self._greet()  # nobody has more to say
+            for key, _ in events:
+                if key.fileobj is self._listener:
+                    if connection := self._accept():
+                        selector.register(connection.sock, selectors.EVENT_READ, connection)
+                elif key.fileobj is self._woken[0]:
+                    self._woken[0].recv(4096)
+                elif isinstance(key.data, _Prepared):
+                    self._decided(key.data)
+                elif not self._read(key.data):
+                    selector.unregister(key.data.sock)
+                    self._lost(key.data)
+            self._collect()
+            self._expire()
 
     def _accept(self) -> _Connection | None:
         sock, _ = self._listener.accept()
@@ -127,43 +151,76 @@ class Agent:
         return connection
 
     def _read(self, connection: _Connection) -> bool:
+        pipes: list[int] = []
         try:
-            data = connection.sock.recv(_REQUEST_MAX_BYTES)
+            data, pipes, _, _ = socket.recv_fds(connection.sock, _REQUEST_MAX_BYTES, _FDS_MAX)
         except OSError:
             data = b""
         connection.received += data
         while b"\n" in connection.received:
             line, _, connection.received = connection.received.partition(b"\n")
             try:
-                self._handle(connection, json.loads(line))
-            except (ValueError, KeyError, TypeError) as e:
-                self._answer(connection, "FAILED", f"not a request: {e}")
+                self._handle(connection, json.loads(line), pipes)
+            except (ValueError, LookupError, TypeError) as e:
+                self._answer(connection, "FAILED", f"not a request: {e!r}")
+        for pipe in pipes:  # nobody wanted it
+            os.close(pipe)
         return bool(data) and len(connection.received) < _REQUEST_MAX_BYTES
 
-    def _handle(self, connection: _Connection, request: dict[str, Any]) -> None:
+    def _greet(self) -> None:
+        for connection in self._greeted:
+            self._answer(connection, "SUCCESS", "", communicators=self.communicators.describe(), hazards=self.communicators.hazards())
+        self._greeted.clear()
+
+    def _handle(self, connection: _Connection, request: dict[str, Any], pipes: list[int]) -> None:
+        """Take in one *request*. One that is prepared keeps its pipe, taken out of *pipes*."""
         call, operation = request["call"], request.get("operation", "")
         if call == "hello":
-            self._answer(connection, "SUCCESS", "", communicators=self.communicators.describe(), hazards=self.communicators.hazards())
+            self._greeted.append(connection)
             return
         if request.get("version") != protocol.VERSION or call not in protocol.MOVES:
             self._answer(connection, "FAILED", f"this agent speaks version {protocol.VERSION} and does not know {call!r}")
             return
-        needs, leads = protocol.MOVES[call]
-        if self.stage is not needs or self._running or (self.wanted and call == "quiesce"):
+        seconds = float(request["seconds"])
+        needs = protocol.MOVES[call][0]
+        if self.stage is not needs or self._running or self._prepared or (self.wanted and call == "quiesce"):
             self._answer(connection, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {self.stage}")
             return
         if self._owner is not connection and self._owner is not None and call != "arm":
             self._answer(connection, "ILLEGAL_STATE", "another controller is at work on this process")
             return
+        if call in protocol.TOGETHER:
+            self._prepared = _Prepared(connection, call, pipes.pop(), seconds)
+            self._selector.register(self._prepared.pipe, selectors.EVENT_READ, self._prepared)
         self._owner, self.operation = connection, operation
-        connection.asked, connection.until = call, time.monotonic() + float(request["seconds"])
+        if call in protocol.TOGETHER:
+            self._answer(connection, "READY", "")
+        else:
+            self._begin(connection, call, seconds)
+
+    def _decided(self, prepared: _Prepared) -> None:
+        """All ranks do it now, or none does: the pipe has a byte, or it was closed without one."""
+        waiting = array.array("i", [0])
+        fcntl.ioctl(prepared.pipe, termios.FIONREAD, waiting)
+        self._selector.unregister(prepared.pipe)
+        os.close(prepared.pipe)
+        self._prepared = None
+        if waiting[0]:
+            self._begin(prepared.connection, prepared.call, prepared.seconds)
+        elif self._owner is None:
+            self._go_back()
+        else:
+            self._answer(prepared.connection, "DROPPED", "another rank was not ready; nothing was begun")
+
+    def _begin(self, connection: _Connection, call: str, seconds: float) -> None:
+        connection.asked, connection.until = call, time.monotonic() + seconds
         if call == "quiesce":
             self._visit += 1
             self.wanted = True  # the program's thread answers, when it comes to its safe point
         elif call in ("comms", "comms-resume"):
             self._give(call, self.communicators.suspend if call == "comms" else self.communicators.resume)
         else:
-            self.stage = leads
+            self.stage = protocol.MOVES[call][1]
             words = ""
             if call == "unquiesce":  # the program goes on, and finds out for itself; the controller must not think that all is well
                 words, self._broken = self._broken, ""
@@ -205,9 +262,11 @@ class Agent:
     def _lost(self, connection: _Connection) -> None:
         self._connections.remove(connection)
         connection.sock.close()
+        if connection in self._greeted:
+            self._greeted.remove(connection)
         if connection is self._owner:
             self._owner = None
-            if not self._running:
+            if not self._running and not self._prepared:  # else its end decides
                 self._go_back()
 
     def _go_back(self) -> None:
