@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -153,6 +155,104 @@ def test_a_controller_killed_before_disarm_is_not_missed(machine4: Machine, step
         ranks[2]._line()
     eventually(lambda: stages(ranks) == {"running"}, "every rank goes back by itself")
     assert machine4.gpuckpt("recover").code == 0
+    assert whole(ranks)
+
+
+def done(agents: Agents, call: Call, targets: list[Target]) -> set[str]:
+    """How *call* ended on each, asked by a controller without an operation round it."""
+    calls = agents.start(call, [processes.read(t.pid).id for t in targets], "raw", 5.0)
+    for c in calls.values():
+        while c.outcome is None:
+            c.receive()
+    return {c.outcome.result for c in calls.values()}
+
+
+def prepare(agents: Agents, call: Call, targets: list[Target]) -> int:
+    """Ask *targets*, and say nothing more: the end of the pipe that the word would go into."""
+    ours, theirs = os.pipe()
+    calls = [agents._ask(call, processes.read(t.pid).id, "raw", 5.0, ours) for t in targets]
+    os.close(ours)
+    assert all(c.ready(time.monotonic() + 5) for c in calls)
+    return theirs
+
+
+@pytest.mark.parametrize("asked", [2, 4])
+def test_a_controller_killed_while_it_asks_has_begun_nothing(machine4: Machine, asked: int) -> None:
+    ranks, agents = job(machine4), Agents()
+    assert done(agents, Call.QUIESCE, ranks) == {"SUCCESS"}
+    theirs = prepare(agents, Call.COMMS, ranks[:asked])
+    assert stages(ranks) == {"quiesced"}
+    agents.close()
+    os.close(theirs)
+    eventually(lambda: stages(ranks) == {"running"}, "every rank goes back by itself")
+    assert not (machine4.world.path / "comms" / "tp-1-suspend").exists()
+    assert whole(ranks)
+
+
+def test_a_controller_killed_after_its_word_is_obeyed_by_all(machine4: Machine) -> None:
+    ranks, agents = job(machine4), Agents()
+    assert done(agents, Call.QUIESCE, ranks) == {"SUCCESS"}
+    assert done(agents, Call.COMMS, ranks) == {"SUCCESS"}
+    theirs = prepare(agents, Call.DISARM, ranks)
+    os.write(theirs, b"!")
+    agents.close()
+    os.close(theirs)
+    eventually(lambda: stages(ranks) == {"disarmed"}, "every rank waits for the next controller")
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+    assert machine4.gpuckpt("resume", ranks[0].pid).code == 0
+    assert whole(ranks)
+
+
+def test_one_rank_that_is_not_ready_keeps_the_others(machine4: Machine) -> None:
+    ranks, agents = job(machine4), Agents()
+    assert done(agents, Call.QUIESCE, ranks[:3]) == {"SUCCESS"}
+    assert done(agents, Call.COMMS, ranks) == {"agent:DROPPED", "agent:ILLEGAL_STATE"}
+    assert stages(ranks[:3]) == {"quiesced"}
+    agents.close()
+    eventually(lambda: stages(ranks) == {"running"}, "every rank goes back by itself")
+    assert whole(ranks)
+
+
+def test_what_a_dead_controller_sent_is_taken_in_before_the_next_is_answered(machine4: Machine) -> None:
+    ranks, old, new = job(machine4), Agents(), Agents()
+    ids = [processes.read(t.pid).id for t in ranks]
+    assert all(new.hello(i) for i in ids)
+    assert done(old, Call.QUIESCE, ranks) == {"SUCCESS"}
+    assert done(old, Call.COMMS, ranks) == {"SUCCESS"}
+    ours, theirs = os.pipe()
+    for t in ranks:
+        os.kill(t.pid, signal.SIGSTOP)
+    for i in ids:
+        new.links[i].ask("hello")
+        old._ask(Call.DISARM, i, "raw", 5.0, ours)
+    os.write(theirs, b"!")
+    os.close(theirs)
+    os.close(ours)
+    old.close()
+    for t in ranks:
+        os.kill(t.pid, signal.SIGCONT)
+    answers = [new.links[i].wait_for_answer(time.monotonic() + 5) for i in ids]
+    new.close()
+    assert [a["stage"] for a in answers] == ["disarmed"] * 4
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+    assert machine4.gpuckpt("resume", ranks[0].pid).code == 0
+    assert whole(ranks)
+
+
+def test_a_rank_whose_agent_is_silent_is_named(machine4: Machine) -> None:
+    """A program that keeps the interpreter to itself lets its agent say nothing."""
+    ranks, agents = job(machine4), Agents()
+    assert done(agents, Call.QUIESCE, ranks) == {"SUCCESS"}
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    calls = agents.start(Call.COMMS, [processes.read(t.pid).id for t in ranks], "raw", 5.0)
+    for c in calls.values():
+        while c.outcome is None:
+            c.receive()
+    assert [c.outcome.result for c in calls.values()].count("agent:SILENT") == 1
+    assert calls[processes.read(ranks[1].pid).id].outcome.result == "agent:SILENT"
+    os.kill(ranks[1].pid, signal.SIGCONT)
+    agents.close()
+    eventually(lambda: stages(ranks) == {"running"}, "every rank goes back by itself")
     assert whole(ranks)
 
 

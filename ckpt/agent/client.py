@@ -81,7 +81,7 @@ class Link:
     def wait_for_answer(self, until: float) -> dict[str, Any] | None:
         """The answer; None if there is none by *until*."""
         answer = None
-        while answer is None and (left := until - time.monotonic()) > 0 and select.select([self.sock], [], [], left)[0]:
+        while answer is None and select.select([self.sock], [], [], max(0.0, until - time.monotonic()))[0]:
             answer = self.answer()
         return answer
 
