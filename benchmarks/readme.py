@@ -72,6 +72,9 @@ def figures() -> str:
             )
             same = sum(r["same_text"] and r["same_logprobs"] for r in runs)
             notes.append(f"After {same} of {len(runs)} resumes `vllm serve` gave the same text and the same logprobs.")
+    if preload := result("preload"):
+        for kind, what in (("torch", "torch process"), ("plain", "plain C program")):
+            rows += preload_rows(preload, kind, what)
     if overhead := result("overhead"):
         alone, ours = overhead["driver_alone_median_s"], overhead["gpuckpt_median_s"]
         rows.append(
@@ -86,10 +89,21 @@ def figures() -> str:
     return "\n".join([*rows, "", *machine(), *notes])
 
 
+def preload_rows(document: dict[str, Any], kind: str, what: str) -> list[str]:
+    """A process as the driver suspends it, and one started by ``gpuckpt exec``, in turn."""
+    rows = []
+    for side, how in (("without", "as the driver does it"), ("with", "**started by `gpuckpt exec`**")):
+        runs = document[f"{kind}_cycles"][side]
+        held = max(i["mib"] for r in document[f"{kind}_cycles"]["with"] for i in r["library"]["images"]) / 1024
+        down, up = ([r[k] for r in runs] for k in ("suspend_wall_s", "resume_wall_s"))
+        rows.append(f"| {what} with {held:.1f} GiB, {how}; {len(runs)} cycles | {spread(down)} | | {spread(up)} | {source('preload')} |")
+    return rows
+
+
 def machine() -> list[str]:
     """On what it was measured; a line a machine, were there several."""
     seen = {}
-    for name in ("cycles", "cycles_thp_always", "vllm_serve", "overhead"):
+    for name in ("cycles", "cycles_thp_always", "vllm_serve", "preload", "overhead"):
         if found := result(name):
             m = found["machine"]
             persistence = "on" if m["persistence_mode"] else "off"
@@ -116,6 +130,7 @@ def tested() -> str:
     for name, what in (
         ("cycles", "a torch process, again and again: same answers, nothing left on the GPU, no growth"),
         ("cycles_thp_always", "the same, with another setting of huge pages"),
+        ("bad_days_sigterm", "SIGTERM while a checkpoint is under way; the card is empty at the end"),
         ("bad_days", "busy, stopped, managed memory, no room, exported memory, Ctrl-C, kill -9 of the command and of its callers"),
         ("overhead", "the driver's calls and gpuckpt side by side"),
         ("permissions", "who may touch whose process"),
