@@ -21,7 +21,7 @@ from gpuckpt.inspect import processes
 
 #: How long a worker waits for the engine's thread to take its connection, in seconds.
 CONNECT_S = 1.0
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 
 
 def address(pid: int) -> str | None:
@@ -138,12 +138,13 @@ def ending_with(pid: int) -> Iterator[None]:
     if pid == os.getpid():
         yield
         return
-    prctl = ctypes.CDLL(None).prctl
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(_PR_GET_PDEATHSIG, ctypes.byref(before))
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != pid:
         raise SystemExit(1)  # it ended just before
     yield
-    prctl(_PR_SET_PDEATHSIG, 0)
+    prctl(_PR_SET_PDEATHSIG, before.value)
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:

@@ -149,7 +149,7 @@ def settle(_: Any) -> None:
     """Sent to every worker: returns when all that was sent before has been done."""
 
 
-def stand(worker: Any, called: dict[int, int]) -> None:
+def stand(_: Any, called: dict[int, int]) -> None:
     """Sent to every worker: stand still if the quiesce that this one was *called* for is still wanted, until it is over."""
     from gpuckpt.agent import checkpoint_here
     from gpuckpt.agent.bell import ending_with
@@ -175,5 +175,6 @@ class Worker:
         if self.replicas > 1:
             return [f"it belongs to {self.replicas} data-parallel engines that step together, which gpuckpt cannot hold yet"]
         if not self.ring.heard():
-            return [f"its engine (pid {self.ring.engine_pid}) has no agent that could hold it between two steps"]
+            cure = 'start vLLM after: eval "$(gpuckpt env --vllm)"'
+            return [f"its engine (pid {self.ring.engine_pid}) has no agent that could hold it between two steps ({cure})"]
         return self.inner.hazards()
