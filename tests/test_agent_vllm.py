@@ -6,6 +6,7 @@ The server is a stand-in in vLLM's shapes (``vllm_tree``); it loads gpuckpt's pl
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -85,6 +86,12 @@ class Server:
 def serve(machine: Machine, *options: str, method: str = "fork", agent: str = "1", **environ: str) -> Server:
     path = {"PYTHONPATH": str(TREE), "VLLM_WORKER_MULTIPROC_METHOD": method, "GPUCKPT_AGENT": agent}
     return Server(machine, machine.start((*SERVE, *options), **path, **environ)[0])
+
+
+def test_the_stand_in_has_what_is_relied_upon_in_vllm() -> None:
+    """As ``tests/gpu/vllm_contract.py`` asks of the real one."""
+    contract = runpy.run_path(str(TREE.parent / "gpu/vllm_contract.py"))
+    assert [what for what, ok in contract["checks"](TREE / "vllm").items() if not ok] == []
 
 
 def test_a_server_of_two_workers_and_back(machine2: Machine) -> None:
