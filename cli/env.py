@@ -48,6 +48,5 @@ def show(done: Report, vllm: bool) -> None:
     if vllm:
         from gpuckpt.nccl.environment import VLLM_FUSION_OPTION, VLLM_OPTION
 
-        warn(
-            f"vLLM must also be started with {VLLM_OPTION}, and where FlashInfer is installed with {VLLM_FUSION_OPTION}: no variable does it"
-        )
+        fusion = f"where FlashInfer is installed with {VLLM_FUSION_OPTION}"
+        warn(f"vLLM must also be started with {VLLM_OPTION}, and {fusion}: options that no variable stands for")

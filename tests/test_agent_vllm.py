@@ -148,7 +148,7 @@ def test_an_engine_that_would_not_hold_them_is_named(machine2: Machine) -> None:
     server = serve(machine2, method="spawn", FAKE_NO_PLUGIN="engine")
     result = server.suspend()
     assert (result.code, result.error["code"]) == (6, "possible-import")
-    assert f"its engine (pid {server.engine}) has no agent" in result.error["message"]
+    assert f"its engine (pid {server.engine}) is still starting, or has no agent" in result.error["message"]
     assert server.ask("a") == server.ask("b")
 
 
@@ -297,7 +297,7 @@ def test_a_ring_that_nobody_hears() -> None:
     ring(0)
     inner = type("Inner", (), {n: lambda self: [] for n in ("describe", "hazards", "synchronise", "suspend", "resume")})()
     (hazard,) = Worker(inner, ring, 1).hazards()
-    assert hazard.startswith(f"its engine (pid {os.getpid()}) has no agent")
+    assert hazard.startswith(f"its engine (pid {os.getpid()}) is still starting, or has no agent")
 
 
 def _waits(meeting: Path) -> bool:

@@ -176,5 +176,5 @@ class Worker:
             return [f"it belongs to {self.replicas} data-parallel engines that step together, which gpuckpt cannot hold yet"]
         if not self.ring.heard():
             cure = 'start vLLM after: eval "$(gpuckpt env --vllm)"'
-            return [f"its engine (pid {self.ring.engine_pid}) has no agent that could hold it between two steps ({cure})"]
+            return [f"its engine (pid {self.ring.engine_pid}) is still starting, or has no agent to hold it between two steps ({cure})"]
         return self.inner.hazards()
