@@ -141,10 +141,10 @@ class LocalWorld:
         found: list[Hazard] = []
         for p in members.values():
             found += hazards.of_process(p, procs[p.pid], self.root, communicators=_ranks(hellos.get(p.pid)))
+        found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]
         unvouched = {pid: {o: how for o, how in others.items() if not {pid, o} <= vouched} for pid, others in related.items()}
         found += hazards.possible_imports(members, unvouched, agents=set(hellos))
         found += hazards.incomplete({pid: hellos[pid].communicators for pid in members if pid in hellos})
-        found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())

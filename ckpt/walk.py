@@ -206,7 +206,7 @@ class Walk:
         who = self.world.describe(process.pid)
         where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
         if outcome.result == "agent:NOT_READY":
-            hint = "a longer --timeout, or call gpuckpt.agent.checkpoint_here() in its loop"
+            hint = "a longer --timeout" + (", or call it in its loop" if "checkpoint_here" in outcome.message else "")
             return errors.Deadline(f"{who}: {outcome.message}; it goes on running", hint=hint, **where)
         if call in (Call.COMMS, Call.COMMS_RESUME, Call.UNQUIESCE) and outcome.result == "agent:FAILED":
             what = "resume and verify" if call is Call.COMMS_RESUME else "suspend"

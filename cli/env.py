@@ -35,6 +35,9 @@ def report(vllm: bool) -> Report:
 
     environ, warnings = merged(os.environ, for_vllm=vllm)
     wanted = {name: environ[name] for name in settings(for_vllm=vllm) if name in environ}
+    chosen = os.environ.get("VLLM_PLUGINS")
+    if vllm and chosen is not None and "gpuckpt" not in chosen.split(","):
+        warnings.append(f"VLLM_PLUGINS={chosen} keeps vLLM from loading gpuckpt's plugin: add gpuckpt to it, or unset it")
     simulated = bool(os.environ.get("GPUCKPT_SIMULATE"))
     return Report("env", True, simulated, warnings=tuple(warnings), details={"environment": wanted})
 
@@ -43,6 +46,7 @@ def show(done: Report, vllm: bool) -> None:
     for name, value in done.details["environment"].items():
         click.echo(f"export {name}={shlex.quote(value)}")
     if vllm:
-        from gpuckpt.nccl.environment import VLLM_OPTION
+        from gpuckpt.nccl.environment import VLLM_FUSION_OPTION, VLLM_OPTION
 
-        warn(f"vLLM must also be started with {VLLM_OPTION}, which no variable stands for")
+        fusion = f"where FlashInfer is installed with {VLLM_FUSION_OPTION}"
+        warn(f"vLLM must also be started with {VLLM_OPTION}, and {fusion}: options that no variable stands for")

@@ -20,6 +20,8 @@ CURE = 'start the program again after: eval "$(gpuckpt env)"'
 VLLM_CURE = 'start vLLM again after: eval "$(gpuckpt env --vllm)"'
 #: vLLM's custom all-reduce has no variable; it maps the memory of its peers by legacy IPC.
 VLLM_OPTION = "--disable-custom-all-reduce"
+#: Where FlashInfer is installed vLLM fuses its all-reduce with what follows it, through a workspace that maps the memory of the peers.
+VLLM_FUSION_OPTION = """--compilation-config '{"pass_config": {"fuse_allreduce_rms": false}}'"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,9 @@ SETTINGS = (
         good=(0,),
         unset_is_safe=True,
         scope="vllm",
+    ),
+    Setting(
+        "GPUCKPT_AGENT", "1", "vLLM's processes then have agents, by which gpuckpt holds them between two steps", good=(1,), scope="vllm"
     ),
 )
 

@@ -112,7 +112,8 @@ def _of_vllm(modules: Mapping[str, Any]) -> Iterator[Hazard]:
             yield _import(message, "start vLLM with --all2all-backend allgather_reducescatter")
     flashinfer = modules.get("vllm.distributed.device_communicators.flashinfer_all_reduce")
     if any(v is not None for k, v in vars(flashinfer or object).items() if k.startswith("_fi_ar") and k.endswith("workspace")):
-        yield _import("FlashInfer's all-reduce workspace maps the memory of the peers", environment.VLLM_CURE)
+        cure = f'start vLLM with {environment.VLLM_FUSION_OPTION}, and after: eval "$(gpuckpt env --vllm)"'
+        yield _import("FlashInfer's all-reduce workspace maps the memory of the peers", cure)
 
 
 def _of_torch(modules: Mapping[str, Any]) -> Iterator[Hazard]:

@@ -178,12 +178,17 @@ class Machine:
 
     def job(self, *programs: tuple[str, ...]) -> list[Target]:
         """Programs of one session, without a common ancestor."""
-        pipes = [(os.pipe(), os.pipe()) for _ in programs]
+        return self.start(*((*SIMTARGET, *options) for options in programs))
+
+    def start(self, *commands: tuple[str, ...], **environ: str) -> list[Target]:
+        """*commands* that speak as a simtarget does, in one session and without a common ancestor."""
+        pipes = [(os.pipe(), os.pipe()) for _ in commands]
         lines = []
-        for options, ((stdin, _), (_, stdout)) in zip(programs, pipes, strict=True):
-            lines.append(f"{' '.join([*SIMTARGET, *options])} </dev/fd/{stdin} >/dev/fd/{stdout} &")
+        for command, ((stdin, _), (_, stdout)) in zip(commands, pipes, strict=True):
+            lines.append(f"{' '.join(command)} </dev/fd/{stdin} >/dev/fd/{stdout} &")
         given = [fd for (stdin, _), (_, stdout) in pipes for fd in (stdin, stdout)]
-        subprocess.run(["sh", "-c", "\n".join(lines)], check=True, pass_fds=given, start_new_session=True, env=self.environ)
+        environ = {**self.environ, **environ}
+        subprocess.run(["sh", "-c", "\n".join(lines)], check=True, pass_fds=given, start_new_session=True, env=environ)
         for fd in given:
             os.close(fd)
         made = [Target(self.world, stdin, stdout) for (_, stdin), (stdout, _) in pipes]

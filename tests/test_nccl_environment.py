@@ -23,7 +23,7 @@ GOOD = {
     "NCCL_WIN_ENABLE": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-VLLM = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_NCCL_SYMM_MEM": "0"}
+VLLM = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_NCCL_SYMM_MEM": "0", "GPUCKPT_AGENT": "1"}
 DOCUMENT = Path(__file__).parent.parent / "docs/multi-gpu.md"
 
 
@@ -139,7 +139,7 @@ def test_problems_of_a_running_process() -> None:
 
 def test_a_default_that_breaks_is_a_problem_and_one_that_does_not_is_none() -> None:
     names = {h.message.split()[0] for h in problems({}, {}, for_torch=True, for_vllm=True)}
-    assert names == {*GOOD, "VLLM_ALLREDUCE_USE_SYMM_MEM"} - {"NCCL_CUMEM_ENABLE"}
+    assert names == {*GOOD, "VLLM_ALLREDUCE_USE_SYMM_MEM", "GPUCKPT_AGENT"} - {"NCCL_CUMEM_ENABLE"}
 
 
 def test_a_problem_in_a_file_names_it() -> None:

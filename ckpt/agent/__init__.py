@@ -16,6 +16,8 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpuckpt.agent.communicators import Communicators
     from gpuckpt.agent.server import Agent
 
@@ -24,9 +26,16 @@ __all__ = ["checkpoint_here", "install"]
 _agent: Agent | None = None
 
 
-def install(communicators: Communicators | None = None) -> None:
+def install(
+    communicators: Communicators | None = None,
+    *,
+    summon: Callable[[int], None] | None = None,
+    safe_point: str = "gpuckpt.agent.checkpoint_here()",
+) -> None:
     """Start this process's agent; a second call does nothing. *communicators*: by default, those of torch and vLLM.
 
+    A program whose loop sleeps gives *summon*, which makes it come to its safe point: it is called on the agent's thread, with the number
+    of the visit that is wanted, and with 0 when none is any more. *safe_point* is what a person calls that point.
     From now on ``gpuckpt suspend`` may ask the program to stand still at :func:`checkpoint_here`. Forked children have no agent.
     Raises ``OSError`` where its socket cannot be made.
     """
@@ -40,7 +49,8 @@ def install(communicators: Communicators | None = None) -> None:
 
     me = processes.read(os.getpid())
     assert me is not None
-    made = Agent(communicators or NcclCommunicators(), protocol.make_directory(os.geteuid()) / protocol.socket_name(me.pid, me.start_ticks))
+    path = protocol.make_directory(os.geteuid()) / protocol.socket_name(me.pid, me.start_ticks)
+    made = Agent(communicators or NcclCommunicators(), path, summon, safe_point)
     made.start()
     _agent = made
     os.register_at_fork(after_in_child=_forget)

@@ -19,17 +19,17 @@ class NcclCommunicators:
     """An agent's :class:`~gpuckpt.agent.communicators.Communicators`. A process without communicators has nothing to suspend."""
 
     def __init__(self) -> None:
-        self._suspended: tuple[Communicator, ...] = ()
+        self._suspended: tuple[Communicator, ...] | None = None  # None: nothing has been asked of them
 
     def describe(self) -> list[dict[str, Any]]:
         from gpuckpt.nccl.communicators import listing
 
-        known = self._suspended or listing().communicators
+        known = listing().communicators if self._suspended is None else self._suspended
         return [{"name": c.label, "rank": c.rank, "size": c.size} for c in known]
 
     def hazards(self) -> list[str]:
         """While suspended nothing is looked at: the communicators must not be touched."""
-        if self._suspended:
+        if self._suspended is not None:
             return []
         from gpuckpt.nccl.communicators import listing
         from gpuckpt.nccl.hazards import hazards
@@ -54,6 +54,7 @@ class NcclCommunicators:
         from gpuckpt.nccl import suspend
         from gpuckpt.nccl.verify import verify
 
-        suspend.resume(self._suspended).raise_for_error()
-        verify(self._suspended, VERIFY_DEADLINE_S)
-        self._suspended = ()
+        down = self._suspended or ()
+        suspend.resume(down).raise_for_error()
+        verify(down, VERIFY_DEADLINE_S)
+        self._suspended = None

@@ -57,6 +57,8 @@ class Agent:
 
     communicators: Communicators
     path: Path
+    summon: Callable[[int], None] | None = None  # told of the visit that begins, and 0 when it is over
+    safe_point: str = "gpuckpt.agent.checkpoint_here()"  # what to call it
     wanted: bool = False
     stage: State = State.RUNNING
     operation: str = ""
@@ -217,6 +219,8 @@ class Agent:
         if call == "quiesce":
             self._visit += 1
             self.wanted = True  # the program's thread answers, when it comes to its safe point
+            if self.summon is not None:
+                self.summon(self._visit)
         elif call in ("comms", "comms-resume"):
             self._give(call, self.communicators.suspend if call == "comms" else self.communicators.resume)
         else:
@@ -257,7 +261,7 @@ class Agent:
                 self._release()
                 self._owner = None
                 seen = "has not come to" if self.visits else "never came to"
-                self._answer(connection, "NOT_READY", f"the program {seen} its safe point (gpuckpt.agent.checkpoint_here())")
+                self._answer(connection, "NOT_READY", f"the program {seen} its safe point ({self.safe_point})")
 
     def _lost(self, connection: _Connection) -> None:
         self._connections.remove(connection)
@@ -282,6 +286,8 @@ class Agent:
     def _release(self) -> None:
         self.wanted = False
         self._jobs.put((self._visit, "", None))
+        if self.summon is not None:
+            self.summon(0)
 
     def _answer(self, connection: _Connection, result: str, words: str, **more: Any) -> None:
         connection.asked = ""

@@ -1,0 +1,180 @@
+"""vLLM: an agent in each worker, and an engine that holds all of them between two of its steps.
+
+A worker takes its work from its engine, so it cannot stand still alone: the others would wait for it inside NCCL. When its agent is asked
+to quiesce it rings at the engine (:mod:`gpuckpt.agent.bell`). Once all have rung the engine sends them :func:`stand` by its own
+``collective_rpc``: it comes to every worker between the same two steps, and runs on the worker's own loop and device. Until it returns
+the engine schedules nothing. Requests in flight wait where they are, with what they have in the KV cache; new ones wait in its input queue.
+
+What it relies on in vLLM (0.26): ``EngineCoreProc`` handles each request between two steps by ``_handle_client_request``, a ``WAKEUP``
+too, and a blocked loop wakes for one in ``input_queue``; ``model_executor.collective_rpc`` runs a callable on every worker in the order of
+all other work; a worker's loop is ``WorkerProc.worker_busy_loop``. ``tests/gpu/vllm_tp2.py`` checks each of these where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuckpt.agent.bell import Bell, Ring
+    from gpuckpt.agent.communicators import Communicators
+
+VARIABLE = "GPUCKPT_AGENT"
+SAFE_POINT = "between two steps of its engine"
+CORE, EXECUTOR = "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"
+
+log = logging.getLogger("vllm.gpuckpt")  # below vLLM's own, so that it is seen
+
+_loaded = False
+_bell: Bell | None = None
+_ring: Ring | None = None
+
+
+def plugin() -> None:
+    """vLLM's entry point ``vllm.general_plugins``, called in each of its processes: does nothing unless ``GPUCKPT_AGENT`` is 1."""
+    global _loaded  # noqa: PLW0603 - one a process
+    if os.environ.get(VARIABLE) != "1" or _loaded:
+        return
+    _loaded = True
+    hook()
+    os.register_at_fork(after_in_child=hook)  # a forked engine or worker does not load its plugins anew
+
+
+def hook() -> None:
+    """Put the agent into the loops of vLLM, as far as this process has imported them; neither is changed twice."""
+    try:
+        if core := sys.modules.get(CORE):
+            _hook_engine(core)
+        if executor := sys.modules.get(EXECUTOR):
+            _hook_worker(executor)
+    except AttributeError as e:
+        log.warning("gpuckpt does not know this version of vLLM, which cannot be suspended on several GPUs: %s", e)
+
+
+def communicators() -> Communicators:
+    """What a worker's agent suspends. A test puts simulated ones in its place."""
+    from gpuckpt.agent.nccl import NcclCommunicators
+
+    return NcclCommunicators()
+
+
+def _hook_engine(core: Any) -> None:
+    cls = core.EngineCoreProc
+    if hasattr(cls._handle_client_request, VARIABLE):
+        return
+    run_busy_loop, handle = cls.run_busy_loop, cls._handle_client_request
+    wakeup = core.EngineCoreRequestType.WAKEUP
+
+    @functools.wraps(run_busy_loop)
+    def run(engine: Any) -> Any:
+        _listen(engine, wakeup)
+        return run_busy_loop(engine)
+
+    @functools.wraps(handle)
+    def handled(engine: Any, request_type: Any, request: Any) -> None:
+        handle(engine, request_type, request)
+        if request_type is wakeup:
+            hold(engine)
+
+    setattr(handled, VARIABLE, True)
+    cls.run_busy_loop, cls._handle_client_request = run, handled
+
+
+def _hook_worker(executor: Any) -> None:
+    cls = executor.WorkerProc
+    if hasattr(cls.worker_busy_loop, VARIABLE):
+        return
+    worker_busy_loop = cls.worker_busy_loop
+
+    @functools.wraps(worker_busy_loop)
+    def run(process: Any) -> Any:
+        _install(os.getppid(), getattr(process.worker, "vllm_config", None))
+        return worker_busy_loop(process)
+
+    setattr(run, VARIABLE, True)
+    cls.worker_busy_loop = run
+
+
+# The engine.
+
+
+def _listen(engine: Any, wakeup: Any) -> None:
+    """Begin to hear the workers of *engine*; one that has its GPU itself is its own worker."""
+    global _bell  # noqa: PLW0603 - one a process, as it has one engine
+    from gpuckpt.agent.bell import Bell
+
+    workers = getattr(engine.model_executor, "workers", None)
+    made = Bell(1 if workers is None else len(workers), lambda: engine.input_queue.put_nowait((wakeup, None)))
+    try:
+        made.start()
+    except OSError as e:
+        log.warning("gpuckpt cannot hold this engine, which cannot be suspended on several GPUs: %s", e)
+        return
+    _bell = made
+    if workers is None:
+        _install(os.getpid(), getattr(engine, "vllm_config", None))
+
+
+def hold(engine: Any) -> None:
+    """Between two steps: if all workers have rung, let all stand still, and return when none of them does any more."""
+    if _bell is None or (called := _bell.all_rung()) is None:
+        return
+    executor = engine.model_executor
+    executor.collective_rpc(settle)  # first of all what is in flight is answered: those answers have a deadline of vLLM's
+    standing = executor.collective_rpc(stand, args=(called,), non_block=True)
+    _bell.wait_for_silence(called)  # and not in vLLM's queue, which complains every minute
+    standing.result()
+
+
+# The worker.
+
+
+def _install(engine_pid: int, config: Any) -> None:
+    global _ring  # noqa: PLW0603 - one a process, as it has one agent
+    from gpuckpt.agent import install
+    from gpuckpt.agent.bell import Ring
+
+    _ring = Ring(engine_pid)
+    replicas = getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1)
+    try:
+        install(Worker(communicators(), _ring, replicas), summon=_ring, safe_point=SAFE_POINT)
+    except OSError as e:
+        log.warning("gpuckpt's agent cannot listen in this process, which cannot be suspended on several GPUs: %s", e)
+
+
+def settle(_: Any) -> None:
+    """Sent to every worker: returns when all that was sent before has been done."""
+
+
+def stand(_: Any, called: dict[int, int]) -> None:
+    """Sent to every worker: stand still if the quiesce that this one was *called* for is still wanted, until it is over."""
+    from gpuckpt.agent import checkpoint_here
+    from gpuckpt.agent.bell import ending_with
+
+    if _ring is not None and _ring.visit and called.get(os.getpid()) == _ring.visit:
+        with ending_with(_ring.engine_pid):
+            checkpoint_here()
+
+
+class Worker:
+    """The communicators of a worker, which cannot stand still without its engine."""
+
+    def __init__(self, inner: Communicators, ring: Ring, replicas: int) -> None:
+        self.inner, self.ring, self.replicas = inner, ring, replicas
+        self.synchronise, self.suspend, self.resume = inner.synchronise, inner.suspend, inner.resume
+
+    def describe(self) -> list[dict[str, Any]]:
+        return self.inner.describe()
+
+    def hazards(self) -> list[str]:
+        if self.ring.visit:
+            return self.inner.hazards()
+        if self.replicas > 1:
+            return [f"it belongs to {self.replicas} data-parallel engines that step together, which gpuckpt cannot hold yet"]
+        if not self.ring.heard():
+            cure = 'start vLLM after: eval "$(gpuckpt env --vllm)"'
+            return [f"its engine (pid {self.ring.engine_pid}) is still starting, or has no agent to hold it between two steps ({cure})"]
+        return self.inner.hazards()

@@ -1,0 +1,101 @@
+"""What gpuckpt.agent.vllm relies on in vLLM, read from its sources without importing it (torch alone takes seconds). usage: vllm_contract.py [ROOT]"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+
+def checks(root: Path) -> dict[str, bool]:
+    """Each assumption in words -> whether the vLLM in *root* (the folder of the package) keeps it."""
+    core = _Source(root / "v1/engine/core.py")
+    executor = _Source(root / "v1/executor/multiproc_executor.py")
+    uniproc = _Source(root / "v1/executor/uniproc_executor.py")
+    plugins = _Source(root / "plugins/__init__.py")
+    rpc = {"self", "method", "timeout", "args", "kwargs", "non_block"}
+    return {
+        "vLLM loads the group vllm.general_plugins": '"vllm.general_plugins"' in plugins.text,
+        "an engine loads the plugins before its loop": "load_general_plugins()" in core.body("EngineCore", "__init__"),
+        "EngineCoreProc.run_busy_loop(self)": core.parameters("EngineCoreProc", "run_busy_loop") == ["self"],
+        "EngineCoreProc._handle_client_request(self, request_type, request)": core.parameters("EngineCoreProc", "_handle_client_request")
+        == ["self", "request_type", "request"],
+        "a blocked engine wakes for its input_queue and handles what comes": all(
+            words in core.body("EngineCoreProc", "_process_input_queue") for words in ("self.input_queue.get(", "self._handle_client_request(*req)")
+        ),
+        "every turn of the loop looks into the queue": "self._process_input_queue()" in core.body("EngineCoreProc", "run_busy_loop"),
+        "EngineCoreRequestType.WAKEUP is known to the engine and does nothing": "EngineCoreRequestType.WAKEUP" in core.body("EngineCoreProc", "_handle_client_request"),
+        "an engine runs in a process of its own, from run_engine_core": "engine_core.run_busy_loop()" in core.body("EngineCoreProc", "run_engine_core"),
+        "engine.model_executor": "self.model_executor = " in core.body("EngineCore", "__init__"),
+        "MultiprocExecutor.collective_rpc(method, timeout, args, kwargs, non_block)": rpc <= set(executor.parameters("MultiprocExecutor", "collective_rpc")),
+        "UniProcExecutor.collective_rpc(method, timeout, args, kwargs, non_block)": rpc <= set(uniproc.parameters("UniProcExecutor", "collective_rpc")),
+        "a callable is sent pickled, and called with the worker": "partial(" in executor.body("WorkerProc", "worker_busy_loop")
+        and "loads(method)" in executor.body("WorkerProc", "worker_busy_loop"),
+        "an answer waits for all earlier ones": "self.futures_queue.pop()" in executor.body("FutureWrapper", "result"),
+        "MultiprocExecutor.workers, and none in UniProcExecutor": "self.workers" in executor.text and "self.workers" not in uniproc.text,
+        "WorkerProc.worker_busy_loop(self), entered when the worker is ready": executor.parameters("WorkerProc", "worker_busy_loop") == ["self"]
+        and ".worker_busy_loop()" in executor.body("WorkerProc", "worker_main"),
+        "workers are direct children of the engine": "context.Process(" in executor.text and '"forkserver"' not in executor.text,
+    }
+
+
+def checks_of_nccl(root: Path) -> dict[str, bool]:
+    """What gpuckpt.nccl relies on."""
+    pynccl = _Source(root / "distributed/device_communicators/pynccl.py")
+    wrapper = _Source(root / "distributed/device_communicators/pynccl_wrapper.py")
+    cuda = _Source(root / "distributed/device_communicators/cuda_communicator.py")
+    base = _Source(root / "v1/worker/worker_base.py")
+    state = _Source(root / "distributed/parallel_state.py")
+    return {
+        "parallel_state._groups holds weak references by name": "_groups[group.unique_name] = weakref.ref(group)" in state.text,
+        "group.device_communicator": "self.device_communicator" in state.text,
+        "device_communicator.pynccl_comm": "self.pynccl_comm" in cuda.text,
+        "pynccl_comm.comm and .nccl": "self.comm:" in pynccl.text and "self.nccl = " in pynccl.text,
+        "nccl.lib is the ctypes library": "self.lib = " in wrapper.text,
+        "custom all-reduce, symmetric memory, FlashInfer: ca_comm, symm_mem_comm, fi_ar_comm": all(
+            f"self.{name}:" in cuda.text for name in ("ca_comm", "symm_mem_comm", "fi_ar_comm")
+        ),
+        "a worker loads the plugins": "load_general_plugins()" in base.body("WorkerWrapperBase", "init_worker"),
+        "a worker tells its vllm_config": "self.vllm_config = " in base.text,
+    }
+
+
+def installed() -> dict[str, bool]:
+    """What of gpuckpt this Python has."""
+    found = [e for e in entry_points(group="vllm.general_plugins") if e.name == "gpuckpt"]
+    return {"gpuckpt's plugin is an entry point here, once": len(found) == 1, "it can be loaded": bool(found) and callable(found[0].load())}
+
+
+class _Source:
+    def __init__(self, path: Path) -> None:
+        self.text = path.read_text() if path.exists() else ""
+        self._classes = {n.name: n for n in ast.walk(ast.parse(self.text)) if isinstance(n, ast.ClassDef)}
+
+    def parameters(self, cls: str, function: str) -> list[str]:
+        found = self._find(cls, function)
+        return [a.arg for a in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)] if found else []
+
+    def body(self, cls: str, function: str) -> str:
+        found = self._find(cls, function)
+        return ast.get_source_segment(self.text, found) or "" if found else ""
+
+    def _find(self, cls: str, function: str) -> ast.FunctionDef | None:
+        body = self._classes[cls].body if cls in self._classes else []
+        return next((n for n in body if isinstance(n, ast.FunctionDef) and n.name == function), None)
+
+
+def vllm_root() -> Path | None:
+    spec = importlib.util.find_spec("vllm")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1]) if len(sys.argv) > 1 else vllm_root()
+    if where is None:
+        raise SystemExit("vLLM is not installed")
+    seen = {**checks(where), **checks_of_nccl(where), **installed()}
+    for what, ok in seen.items():
+        print("ok  " if ok else "FAIL", what)
+    raise SystemExit(not all(seen.values()))

@@ -1,0 +1,251 @@
+"""`vllm serve -tp 2`, suspended and resumed by its pid, through its agents: same answers, two empty GPUs. usage: vllm_tp2.py MODEL [CYCLES] [-- VLLM ARGS]
+
+Prints what gpuckpt relies on in vLLM first. Stops at the first cycle that fails, and after LIMIT_S seconds in any case; whatever it
+started ends with it. With GPUCKPT_SIMULATE it runs against tests/vllm_tree, on two simulated GPUs: that tries the script, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from typing import Any
+
+import vllm_contract
+from lab import HERE, OUT, SIMULATED, Results, gpuckpt, slope, used_mib
+
+words = sys.argv[1:]
+extra = words[words.index("--") + 1 :] if "--" in words else []
+words = words[: words.index("--")] if "--" in words else words
+model, cycles = words[0], int(words[1]) if len(words) > 1 else 10
+LIMIT_S = float(os.environ.get("LIMIT_S", "540"))
+START_S, STEP_S, PORT, GPUS = 240.0, 120.0, 8125, (0, 1)
+FLIGHT_S = 1.5 if SIMULATED else 5.0  # how long the request shall take that is in flight when the suspend comes
+FILLER = """
+import ctypes, sys
+l = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); free = ctypes.c_size_t(); total = ctypes.c_size_t(); p = ctypes.c_void_p()
+assert l.cuInit(0) == 0 and l.cuDevicePrimaryCtxRetain(ctypes.byref(c), int(sys.argv[1])) == 0 and l.cuCtxSetCurrent(c) == 0
+assert l.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+n = free.value - (512 << 20)
+assert l.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(n)) == 0
+assert l.cuMemsetD32_v2(p, 0xDEADBEEF, ctypes.c_size_t(n // 4)) == 0 and l.cuCtxSynchronize() == 0
+print(n >> 20, total.value >> 20)
+"""
+begun = time.monotonic()
+started: list[subprocess.Popen[Any]] = []
+
+
+def end(*_: object) -> None:
+    """End all that was started, at once."""
+    for p in started:
+        try:
+            os.killpg(p.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    os._exit(3)
+
+
+def start(command: list[str], **more: Any) -> subprocess.Popen[Any]:
+    p = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, **more)
+    started.append(p)
+    return p
+
+
+for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(signum, end)
+watchdog = threading.Timer(LIMIT_S, lambda: (print(f"FAIL after {LIMIT_S:g} s: the script's own limit", flush=True), end()))
+watchdog.daemon = True
+watchdog.start()
+r = Results("vllm_tp2")
+
+# 1. What is relied upon, by name.
+if not SIMULATED:
+    root = vllm_contract.vllm_root()
+    r.check("vLLM is installed", root is not None)
+    assumptions = {**vllm_contract.checks(root), **vllm_contract.checks_of_nccl(root), **vllm_contract.installed()}  # type: ignore[arg-type]
+    broken = [what for what, ok in assumptions.items() if not ok]
+    if not r.check("vLLM is as gpuckpt.agent.vllm knows it", not broken, broken or len(assumptions)):
+        r.finish()
+made = subprocess.run(["gpuckpt", "env", "--vllm", "--json"], capture_output=True, text=True, timeout=60)
+environment = json.loads(made.stdout)["environment"]
+r.check("gpuckpt env --vllm", environment.get("GPUCKPT_AGENT") == "1" and not json.loads(made.stdout)["warnings"], made.stdout[-600:])
+empty = [used_mib(g) for g in GPUS]
+r.note("empty_mib", empty)
+
+
+# 2. The server.
+def http(path: str, data: object = None, timeout: float = STEP_S) -> Any:
+    body = json.dumps(data).encode() if data is not None else None
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data=body, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as f:
+        text = f.read().decode()
+    return json.loads(text) if text.strip().startswith(("{", "[")) else text
+
+
+def complete(timeout: float = STEP_S) -> tuple[list[str], list[Any]]:
+    prompt = [list(range(100, 140)), list(range(900, 1100)), [5, 6, 7]]
+    answer = http("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 64, "temperature": 0, "logprobs": 1}, timeout)
+    return [c["text"] for c in answer["choices"]], [c["logprobs"]["token_logprobs"] for c in answer["choices"]]
+
+
+def long(tokens: int) -> int:
+    """Tokens that a request for so many got."""
+    data = {"model": "m", "prompt": [7, 8, 9], "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    return http("/v1/completions", data)["usage"]["completion_tokens"]
+
+
+class Asking(threading.Thread):
+    """A request on its own; ``answer`` is what came, or the words of what went wrong."""
+
+    def __init__(self, ask: Any) -> None:
+        super().__init__(daemon=True)
+        self.ask, self.answer, self.seconds = ask, None, 0.0
+        self.start()
+
+    def run(self) -> None:
+        t = time.monotonic()
+        try:
+            self.answer = self.ask()
+        except Exception as e:  # noqa: BLE001 - whatever it is, it is the answer
+            self.answer = f"{type(e).__name__}: {e}"
+        self.seconds = round(time.monotonic() - t, 2)
+
+
+def tail(n: int = 2500) -> str:
+    return open(OUT / "vllm_tp2.log").read()[-n:]
+
+
+def fill() -> list[Any]:
+    """Another process on each GPU at once: MiB that it wrote, and MiB of the GPU."""
+    if SIMULATED:
+        code = "from gpuckpt.driver.simtarget import main; import sys; sys.exit(main(['--gpu', sys.argv[1], '--gib', '79']))"
+        running = [start([sys.executable, "-c", code, str(g)], stdout=subprocess.PIPE, text=True) for g in GPUS]
+        return [[79 << 10, 80 << 10] if "ready" in p.communicate(timeout=60)[0] else p.returncode for p in running]
+    running = [start([sys.executable, "-c", FILLER, str(g)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for g in GPUS]
+    said = [p.communicate(timeout=90)[0] for p in running]
+    return [[int(x) for x in s.split()] if s.replace(" ", "").strip().isdigit() else s[-300:] for s in said]
+
+
+def steps(document: dict[str, Any]) -> dict[str, float]:
+    return {s["name"]: s["seconds"] for s in document.get("steps", [])}
+
+
+ours = ["-tp", "2", "--disable-custom-all-reduce"]
+if "fuse_allreduce_rms" not in " ".join(extra):
+    ours += ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
+if "--gpu-memory-utilization" not in extra:
+    ours += ["--gpu-memory-utilization", "0.08"]
+command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(PORT), "--host", "127.0.0.1"]
+command += ["--load-format", "dummy", "--served-model-name", "m", "--max-model-len", "4096", *ours, *extra]
+environ = {**os.environ, **environment}
+if SIMULATED:
+    command = [sys.executable, "-m", "vllm.serve", "-tp", "2", "--port", str(PORT)]
+    environ |= {"PYTHONPATH": str(HERE.parent / "vllm_tree"), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+r.note("command", command)
+try:
+    server = start(command, stdout=open(OUT / "vllm_tp2.log", "w"), stderr=subprocess.STDOUT, env=environ)
+    while True:
+        try:
+            http("/health", timeout=2)
+            break
+        except Exception:  # noqa: BLE001 - until it answers
+            if server.poll() is not None or time.monotonic() - begun > START_S:
+                r.check("vllm serve -tp 2 came up", False, tail())
+                raise SystemExit from None
+            time.sleep(0.5)
+    r.note("start_s", round(time.monotonic() - begun, 1))
+    complete()
+    reference = complete()
+    r.check("a server of two GPUs answers twice alike", complete() == reference, [used_mib(g) for g in GPUS])
+    t = time.monotonic()
+    r.check("a long request", long(256) == 256)
+    flight = min(3500, int(256 * FLIGHT_S / (time.monotonic() - t)))
+    r.note("tokens_in_flight", flight)
+
+    # 3. What would be refused, before anything is.
+    code, plan, seconds = gpuckpt("suspend", server.pid, "--dry-run", timeout=60)
+    seen = {"seconds": seconds, "error": plan.get("error"), "plan": plan.get("plan"), "hazards": plan.get("hazards"), "processes": plan.get("processes")}
+    names = [s["name"] for s in ((plan.get("plan") or {}).get("steps") or [])]
+    if not r.check("dry run: both workers, by their agents, nothing in the way", code == 0 and not plan["plan"]["refused"] and "comms" in names and len(plan["processes"]) == 2, seen):
+        raise SystemExit
+    r.note("running_mib", [used_mib(g) for g in GPUS])
+
+    # 4. Cycles: in every other one a request is in flight when the suspend comes.
+    rows: list[dict[str, Any]] = []
+    for i in range(cycles):
+        row: dict[str, Any] = {"cycle": i}
+        flying = Asking(lambda: long(flight)) if i % 2 else None
+        if flying:
+            time.sleep(0.1)
+        code, down, row["suspend_wall_s"] = gpuckpt("suspend", server.pid, timeout=STEP_S)
+        row |= {"suspend": code, "down": steps(down), "left_mib": [used_mib(g) for g in GPUS], "error": down.get("error"), "warnings": down.get("warnings")}
+        row["in_flight"] = flying.is_alive() if flying else None
+        if code == 0:
+            waiting = Asking(complete)
+            row["filler_mib"] = fill()
+            row["answered_while_suspended"] = not waiting.is_alive()
+            code, up, row["resume_wall_s"] = gpuckpt("resume", server.pid, "--wait", "20s", timeout=STEP_S)
+            row |= {"resume": code, "up": steps(up), "error": up.get("error"), "warnings": row["warnings"] + (up.get("warnings") or [])}
+        if code == 0:
+            waiting.join(STEP_S)
+            row |= {"waited": type(waiting.answer) is tuple and len(waiting.answer[0]) == 3 or waiting.answer, "waited_s": waiting.seconds}
+            row["waited_same"] = waiting.answer == reference
+            if flying:
+                flying.join(STEP_S)
+                row["in_flight_tokens"] = flying.answer
+            t = time.perf_counter()
+            text, logprobs = complete()
+            row |= {"same_text": text == reference[0], "same_logprobs": logprobs == reference[1], "answer_s": round(time.perf_counter() - t, 3)}
+            row["running_mib"] = [used_mib(g) for g in GPUS]
+        rows.append(row)
+        r.note("cycles", rows)
+        good = (
+            code == 0
+            and row["same_text"]
+            and row["same_logprobs"]
+            and row["waited"] is True
+            and (flying is not None or row["waited_same"])  # beside another request the batch is another one
+            and (flying is None or row["in_flight_tokens"] == flight)
+            and all(left <= e for left, e in zip(row["left_mib"], empty, strict=True))
+            and all(isinstance(f, list) and f[0] > 0.95 * f[1] for f in row["filler_mib"])
+        )
+        print("ok  " if good else "FAIL", json.dumps(row, default=str)[:1500], flush=True)
+        if not good:
+            r.check(f"cycle {i}", False, row)
+            r.note("log", tail(6000))
+            print(tail(), flush=True)
+            break
+    r.check(f"{cycles} cycles: same text and logprobs, both GPUs empty and filled meanwhile, no request lost", len(rows) == cycles and not any(c.startswith("cycle ") for c in r.document["checks"]))
+    whole = [x for x in rows if x.get("resume") == 0]
+    if whole:
+        r.note("suspend_s", [x["suspend_wall_s"] for x in whole])
+        r.note("resume_s", [x["resume_wall_s"] for x in whole])
+        r.check("a request was in flight at a suspend", any(x["in_flight"] for x in whole) or cycles < 2, [x["in_flight"] for x in whole])
+    if len(whole) > 5:
+        r.note("slope_running_mib", [slope([float(x["running_mib"][g]) for x in whole[1:]]) for g in GPUS])
+    r.note("log_complaints", [line[:300] for line in open(OUT / "vllm_tp2.log") if "ERROR" in line or "No available shared memory" in line][-10:])
+
+    # 5. It ends in order.
+    t = time.monotonic()
+    server.send_signal(signal.SIGTERM)
+    try:
+        r.note("ended", [server.wait(30), round(time.monotonic() - t, 1)])
+    except subprocess.TimeoutExpired:
+        r.note("ended", "not within 30 s")
+except subprocess.TimeoutExpired as e:
+    r.check("every command returned in time", False, [str(e), tail()])
+except SystemExit:
+    pass
+finally:
+    for p in started:
+        try:
+            os.killpg(p.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+r.note("total_s", round(time.monotonic() - begun, 1))
+r.finish()
