@@ -336,6 +336,21 @@ assert not {"torch", "cuda", "pynvml"} & set(sys.modules)
 """
 
 
+def test_a_stopped_agent_keeps_nobody_waiting(machine4: Machine) -> None:
+    """Its socket takes so many callers and no more; neither a command nor another agent may wait there."""
+    (stopped,) = job(machine4, 1)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    me = processes.read(stopped.pid).id
+    callers = [Agents() for _ in range(20)]
+    assert [a._connect(me) is not None for a in callers].count(False) > 5
+    (other,) = job(machine4, 1)
+    assert other.unharmed()
+    os.kill(stopped.pid, signal.SIGCONT)
+    for a in callers:
+        a.close()
+    eventually(lambda: stages([stopped]) == {"running"}, "it answers again")
+
+
 def test_an_agent_is_one_thread_and_stays_behind_at_a_fork() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], check=True)
 

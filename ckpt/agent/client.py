@@ -160,8 +160,10 @@ class Agents:
         if path is None:
             return None
         sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)  # a stopped process with more callers than its socket takes would keep us for ever
         try:
             sock.connect(str(path))
+            sock.setblocking(True)
             pid, peer, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         except OSError:
             sock.close()

@@ -55,9 +55,13 @@ def make_directory(uid: int) -> Path:
 
 
 def sweep(path: Path) -> None:
-    """Take away the sockets of processes that ended without a word: those that nobody listens on, whatever their pid means here."""
+    """Take away the sockets of processes that ended without a word: those that nobody listens on, whatever their pid means here.
+
+    Never waits: one that is stopped, and has more callers than its socket takes, is there.
+    """
     for socket_path in sorted(path.glob("*.sock")):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
             try:
                 probe.connect(str(socket_path))
             except ConnectionRefusedError:
