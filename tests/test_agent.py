@@ -339,8 +339,9 @@ assert not {"torch", "cuda", "pynvml"} & set(sys.modules)
 def test_a_stopped_agent_keeps_nobody_waiting(machine4: Machine) -> None:
     """Its socket takes so many callers and no more; neither a command nor another agent may wait there."""
     (stopped,) = job(machine4, 1)
-    os.kill(stopped.pid, signal.SIGSTOP)
     me = processes.read(stopped.pid).id
+    os.kill(stopped.pid, signal.SIGSTOP)
+    eventually(lambda: processes.read(stopped.pid).state == "T", "it is stopped")
     callers = [Agents() for _ in range(20)]
     assert [a._connect(me) is not None for a in callers].count(False) > 5
     (other,) = job(machine4, 1)
