@@ -243,7 +243,7 @@ def test_a_rank_whose_agent_is_silent_is_named(machine4: Machine) -> None:
     """A program that keeps the interpreter to itself lets its agent say nothing."""
     ranks, agents = job(machine4), Agents()
     assert done(agents, Call.QUIESCE, ranks) == {"SUCCESS"}
-    os.kill(ranks[1].pid, signal.SIGSTOP)
+    ranks[1].stop()
     calls = agents.start(Call.COMMS, [processes.read(t.pid).id for t in ranks], "raw", 5.0)
     for c in calls.values():
         while c.outcome is None:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpuckpt.agent.bell import Ring
-from gpuckpt.agent.vllm import Worker
 from gpuckpt.inspect import processes
 from gpuckpt.model import State
 from tests.conftest import eventually
@@ -291,13 +289,54 @@ def test_an_unknown_vllm_is_left_alone() -> None:
     assert "does not know this version of vLLM" in done.stderr
 
 
-def test_a_ring_that_nobody_hears() -> None:
-    ring = Ring(os.getpid())
-    ring(3)
-    ring(0)
-    inner = type("Inner", (), {n: lambda self: [] for n in ("describe", "hazards", "synchronise", "suspend", "resume")})()
-    (hazard,) = Worker(inner, ring, 1).hazards()
-    assert hazard.startswith(f"its engine (pid {os.getpid()}) is still starting, or has no agent")
+BELL = """
+import os, threading
+from gpuckpt.agent.bell import Bell, Ring
+woken = threading.Semaphore(0)
+ring, bell = Ring(os.getpid()), Bell(1, woken.release)
+assert not ring.heard()
+ring(3), ring(0)  # nobody hears it, and nothing comes of it
+bell.start()
+assert ring.heard() and bell.all_rung() is None
+ring(4)
+assert woken.acquire(timeout=10) and bell.all_rung() == {os.getpid(): 4}
+ring(5)
+assert woken.acquire(timeout=10) and bell.all_rung() == {os.getpid(): 5}
+bell.wait_for_silence({os.getpid(): 4})
+ring(0)
+bell.wait_for_silence({os.getpid(): 5})
+assert bell.all_rung() is None
+two = Bell(2, woken.release)
+two._rung.update({1: (7, 1), 2: (7, 2)})  # one worker's last visit and its next are not two workers
+assert two.all_rung() is None
+"""
+
+
+def test_a_bell_hears_who_rings_and_for_which_visit() -> None:
+    subprocess.run([sys.executable, "-c", BELL], check=True, timeout=60)
+
+
+BROKEN = """
+import os, sys, gpuckpt.agent
+class Broken:
+    def describe(self): raise RuntimeError("no driver here")
+gpuckpt.agent.install(Broken())
+from gpuckpt.agent.client import Agents
+from gpuckpt.inspect import processes
+for _ in range(2):
+    print(*Agents().hello(processes.read(os.getpid()).id).hazards)
+"""
+
+
+def test_an_agent_that_cannot_look_says_why_and_lives() -> None:
+    out = subprocess.run([sys.executable, "-c", BROKEN], check=True, timeout=60, capture_output=True, text=True).stdout
+    assert out == "its agent cannot look at it: RuntimeError: no driver here\n" * 2
+
+
+def test_plugins_that_leave_ours_out_are_warned_of(machine: Machine) -> None:
+    (warning,) = machine.gpuckpt("env", "--vllm", VLLM_PLUGINS="lora,other", NCCL_CONF_FILE="/dev/null").document["warnings"]
+    assert "VLLM_PLUGINS=lora,other keeps vLLM from loading gpuckpt's plugin" in warning
+    assert machine.gpuckpt("env", "--vllm", VLLM_PLUGINS="lora,gpuckpt", NCCL_CONF_FILE="/dev/null").document["warnings"] == []
 
 
 def _waits(meeting: Path) -> bool:

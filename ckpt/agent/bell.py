@@ -120,16 +120,14 @@ class Ring:
         name = address(self.engine_pid)
         if name is None:
             return None
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(CONNECT_S)
-        try:
+        with contextlib.ExitStack() as undo, contextlib.suppress(OSError):
+            sock = undo.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(CONNECT_S)
             sock.connect(name)
             if _peer(sock) == (self.engine_pid, os.geteuid()):
+                undo.pop_all()
                 return sock
-        except OSError:
-            pass
-        sock.close()  # nobody is there, or somebody else in its place
-        return None
+        return None  # nobody is there, or somebody else in its place
 
 
 @contextlib.contextmanager

@@ -115,9 +115,11 @@ class Agents:
             return None
         link.ask("hello")
         answer = link.wait_for_answer(time.monotonic() + HELLO_DEADLINE_S)
-        if answer is None or answer["result"] != "SUCCESS":
+        if answer is None or answer["result"] == "VANISHED":
             self.links.pop(process).sock.close()
             return None
+        if answer["result"] != "SUCCESS":
+            return Hello(State(answer["stage"]), (), (f"its agent cannot look at it: {answer['message']}",))
         return Hello(State(answer["stage"]), tuple(answer["communicators"]), tuple(answer["hazards"]))
 
     def start(self, call: Call, processes_: Sequence[ProcessId], operation: str, timeout_s: float) -> dict[ProcessId, AgentPending]:

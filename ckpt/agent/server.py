@@ -171,7 +171,12 @@ class Agent:
 
     def _greet(self) -> None:
         for connection in self._greeted:
-            self._answer(connection, "SUCCESS", "", communicators=self.communicators.describe(), hazards=self.communicators.hazards())
+            try:
+                seen = {"communicators": self.communicators.describe(), "hazards": self.communicators.hazards()}
+            except Exception as e:  # noqa: BLE001 - whatever the program's libraries raise, this thread goes on
+                self._answer(connection, "FAILED", f"{type(e).__name__}: {e}")
+                continue
+            self._answer(connection, "SUCCESS", "", **seen)
         self._greeted.clear()
 
     def _handle(self, connection: _Connection, request: dict[str, Any], pipes: list[int]) -> None:

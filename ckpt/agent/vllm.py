@@ -170,11 +170,9 @@ class Worker:
         return self.inner.describe()
 
     def hazards(self) -> list[str]:
-        if self.ring.visit:
-            return self.inner.hazards()
-        if self.replicas > 1:
+        if not self.ring.visit and self.replicas > 1:
             return [f"it belongs to {self.replicas} data-parallel engines that step together, which gpuckpt cannot hold yet"]
-        if not self.ring.heard():
+        if not self.ring.visit and not self.ring.heard():
             cure = 'start vLLM after: eval "$(gpuckpt env --vllm)"'
             return [f"its engine (pid {self.ring.engine_pid}) is still starting, or has no agent to hold it between two steps ({cure})"]
         return self.inner.hazards()
