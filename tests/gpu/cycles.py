@@ -1,4 +1,7 @@
-"""N suspends and resumes of one torch process through the CLI. usage: cycles.py [GIB] [N]"""
+"""N suspends and resumes of one torch process through the CLI. usage: cycles.py [GIB] [N] [preload]
+
+With ``preload`` the process has the preload library, as ``gpuckpt exec`` starts it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import sys
 
 from lab import Results, Target, gpuckpt, slope, used_mib
 
+from gpuckpt.image import preload
+
 gib, n = float(sys.argv[1]) if len(sys.argv) > 1 else 16, int(sys.argv[2]) if len(sys.argv) > 2 else 20
-r = Results("cycles")
+with_library = sys.argv[3:] == ["preload"]
+r = Results("cycles_preload" if with_library else "cycles")
 empty = used_mib()
-target = Target(gib, "full")
+target = Target(gib, "full", env=dict(preload.environment()) if with_library else {})
 rows = []
 try:
     same = True
