@@ -138,11 +138,11 @@ def ending_with(pid: int) -> Iterator[None]:
         return
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     prctl(_PR_GET_PDEATHSIG, ctypes.byref(before))
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != pid:
         raise SystemExit(1)  # it ended just before
     yield
-    prctl(_PR_SET_PDEATHSIG, before.value)
+    prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(before.value))
 
 
 def _peer(sock: socket.socket) -> tuple[int, int]:
