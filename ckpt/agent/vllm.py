@@ -65,13 +65,7 @@ def _hook_engine(core: Any) -> None:
     cls = core.EngineCoreProc
     if hasattr(cls._handle_client_request, VARIABLE):
         return
-    run_busy_loop, handle = cls.run_busy_loop, cls._handle_client_request
-    wakeup = core.EngineCoreRequestType.WAKEUP
-
-    @functools.wraps(run_busy_loop)
-    def run(engine: Any) -> Any:
-        _listen(engine, wakeup)
-        return run_busy_loop(engine)
+    handle, wakeup = cls._handle_client_request, core.EngineCoreRequestType.WAKEUP
 
     @functools.wraps(handle)
     def handled(engine: Any, request_type: Any, request: Any) -> None:
@@ -80,7 +74,19 @@ def _hook_engine(core: Any) -> None:
             hold(engine)
 
     setattr(handled, VARIABLE, True)
-    cls.run_busy_loop, cls._handle_client_request = run, handled
+    for each in (cls, *cls.__subclasses__()):  # that of data-parallel engines has a loop of its own
+        if "run_busy_loop" in vars(each):
+            each.run_busy_loop = _heard(each.run_busy_loop, wakeup)
+    cls._handle_client_request = handled
+
+
+def _heard(run_busy_loop: Any, wakeup: Any) -> Any:
+    @functools.wraps(run_busy_loop)
+    def run(engine: Any) -> Any:
+        _listen(engine, wakeup)
+        return run_busy_loop(engine)
+
+    return run
 
 
 def _hook_worker(executor: Any) -> None:

@@ -25,6 +25,7 @@ def checks(root: Path) -> dict[str, bool]:
         "a blocked engine wakes for its input_queue and handles what comes": all(
             words in core.body("EngineCoreProc", "_process_input_queue") for words in ("self.input_queue.get(", "self._handle_client_request(*req)")
         ),
+        "data-parallel engines are a subclass with a loop of its own": core.parameters("DPEngineCoreProc", "run_busy_loop") == ["self"],
         "every turn of the loop looks into the queue": "self._process_input_queue()" in core.body("EngineCoreProc", "run_busy_loop"),
         "EngineCoreRequestType.WAKEUP is known to the engine and does nothing": "EngineCoreRequestType.WAKEUP" in core.body("EngineCoreProc", "_handle_client_request"),
         "an engine runs in a process of its own, from run_engine_core": "engine_core.run_busy_loop()" in core.body("EngineCoreProc", "run_engine_core"),

@@ -38,7 +38,7 @@ class Scheduler:
 class EngineCore:
     def __init__(self, vllm_config: dict[str, Any], executor_class: Any) -> None:
         load_general_plugins()
-        self.vllm_config = vllm_config
+        self.vllm_config = vllm_config["object"]
         self.model_executor = executor_class(vllm_config)
         self.scheduler = Scheduler()
         self.batch_queue: deque[tuple[Future[Any], dict[str, int]]] = deque(maxlen=2)
@@ -71,7 +71,8 @@ class EngineCoreProc(EngineCore):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the front, as long as a test runs
         if "engine" in os.environ.get("FAKE_NO_PLUGIN", ""):
             vllm.plugins.plugins_loaded = True
-        engine_core = EngineCoreProc(*args, **kwargs)
+        together = args[0]["object"].parallel_config.data_parallel_size > 1
+        engine_core = (DPEngineCoreProc if together else EngineCoreProc)(*args, **kwargs)
         engine_core.run_busy_loop()
 
     def has_work(self) -> bool:
@@ -106,6 +107,15 @@ class EngineCoreProc(EngineCore):
     def process_input_sockets(self) -> None:
         while True:
             self.input_queue.put_nowait((EngineCoreRequestType.ADD, self.requests.get()))
+
+
+class DPEngineCoreProc(EngineCoreProc):
+    """One of several engines that step together: it has a loop of its own."""
+
+    def run_busy_loop(self) -> None:
+        while True:
+            self._process_input_queue()
+            self._process_engine_step()
 
 
 def start(context: Any, vllm_config: dict[str, Any]) -> tuple[Any, Any, Any]:
