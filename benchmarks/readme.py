@@ -41,14 +41,15 @@ def figures() -> str:
     rows = ["| what | suspend | left on the GPU | resume | source |", "|---|---|---|---|---|"]
     torch_runs: list[dict[str, Any]] = []
     notes, cut = [], []
-    for name in ("cycles", "cycles_thp_always"):
+    for name in ("cycles", "cycles_thp_always", "cycles_preload"):
         cycles = result(name)
         if cycles is None:
             continue
         runs = cycles["cycles"]
         gib = max(r["gpu_bytes"] for r in runs) / 2**30
+        how = "**started by `gpuckpt exec`** " if name == "cycles_preload" else f"huge pages {huge_pages(cycles)} "
         rows.append(
-            f"| torch process with {gib:.1f} GiB, streams, pinned memory, 64 CUDA graphs; {len(runs)} cycles, huge pages {huge_pages(cycles)} "
+            f"| torch process with {gib:.1f} GiB, streams, pinned memory, 64 CUDA graphs; {len(runs)} cycles, {how}"
             f"| {spread([r['suspend_wall_s'] for r in runs])} | {most(runs, 'suspended_gpu_mib')} MiB "
             f"| {spread([r['resume_wall_s'] for r in runs])} | {source(name)} |"
         )
@@ -72,6 +73,18 @@ def figures() -> str:
             )
             same = sum(r["same_text"] and r["same_logprobs"] for r in runs)
             notes.append(f"After {same} of {len(runs)} resumes `vllm serve` gave the same text and the same logprobs.")
+    if tp2 := result("vllm_tp2"):
+        runs = tp2["cycles"]
+        held = sum(max(r["running_mib"][gpu] for r in runs) for gpu in (0, 1)) / 1024
+        rows.append(
+            f"| **`vllm serve -tp 2`** with {held:.1f} GiB on two GPUs and its NCCL communicator; {len(runs)} cycles, each time other processes fill both GPUs "
+            f"| {spread([r['suspend_wall_s'] for r in runs])} | {max(max(r['left_mib']) for r in runs)} MiB "
+            f"| {spread([r['resume_wall_s'] for r in runs])} | {source('vllm_tp2')} |"
+        )
+        same = sum(r["same_text"] and r["same_logprobs"] for r in runs)
+        notes.append(
+            f"After {same} of {len(runs)} resumes `vllm serve -tp 2` gave the same text and the same logprobs; no request was lost."
+        )
     if preload := result("preload"):
         for kind, what in (("torch", "torch process"), ("plain", "plain C program")):
             rows += preload_rows(preload, kind, what)
@@ -103,7 +116,7 @@ def preload_rows(document: dict[str, Any], kind: str, what: str) -> list[str]:
 def machine() -> list[str]:
     """On what it was measured; a line a machine, were there several."""
     seen = {}
-    for name in ("cycles", "cycles_thp_always", "vllm_serve", "preload", "overhead"):
+    for name in ("cycles", "cycles_thp_always", "cycles_preload", "vllm_serve", "vllm_tp2", "preload", "overhead"):
         if found := result(name):
             m = found["machine"]
             persistence = "on" if m["persistence_mode"] else "off"
@@ -130,11 +143,14 @@ def tested() -> str:
     for name, what in (
         ("cycles", "a torch process, again and again: same answers, nothing left on the GPU, no growth"),
         ("cycles_thp_always", "the same, with another setting of huge pages"),
+        ("cycles_preload", "the same, started by `gpuckpt exec`"),
         ("bad_days_sigterm", "SIGTERM while a checkpoint is under way; the card is empty at the end"),
         ("bad_days", "busy, stopped, managed memory, no room, exported memory, Ctrl-C, kill -9 of the command and of its callers"),
         ("overhead", "the driver's calls and gpuckpt side by side"),
         ("permissions", "who may touch whose process"),
         ("vllm_serve", "`vllm serve` on one GPU, another process on the freed GPU in between"),
+        ("vllm_tp2", "`vllm serve -tp 2` on two GPUs, other processes on both in between, requests in flight and while suspended"),
+        ("two_ranks", "torch with three NCCL communicators in each of two processes: breaks after the restore, and is refused since"),
         ("preload", "suspends with the preload library and without it, of a torch process and of a plain C program"),
         ("other_card", "resume on the other card, both ways (two GPUs)"),
     ):

@@ -1,6 +1,7 @@
 """A torch.distributed job of N ranks (default 2): suspended and resumed as one, answers exact. usage: two_ranks.py [CYCLES] [N] [NAME]
 
-$RANK_GROUPS (of ``world,new,split``) and $RANK_WARM narrow down what breaks; NAME is then that of the results.
+$RANK_GROUPS (of ``world,new,split``, default world), $RANK_WARM and $RANK_SEVERAL=1 find out what breaks where there are several; NAME is
+then that of the results.
 Needs NCCL 2.29.7 or newer in torch's place, and one GPU a rank. An un-suspended job without agents must be refused, not lost.
 """
 
