@@ -124,6 +124,10 @@ with device:
     buffer = device.ramp(4, 2)
     out["values"] = [device.stream, buffer.values, device.address(buffer), device.ready(), device.wrong(buffer, 2), device.wrong(buffer, 3)]
 out["said"] = said[:3]
+torch_device(3)  # the allocator keeps what was on a stream for that stream: a new one each time is a leak
+torch_device(4)
+out["streams"] = [what[1] for what in said if what[0] == "stream"]
 """)
+    assert out["streams"] == ["cuda:3", "cuda:4"]
     assert out["values"] == [77, [2, 4, 6, 8], 4096, True, 0, 4]
     assert out["said"] == [["stream", "cuda:3"], "enter", ["arange", 1, 5, "int64", "cuda:3"]]
