@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,8 +180,11 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """One step of an operation. ``seconds_by_pid``: how long the call on each process took, of those that have ended."""
+
     name: str
     seconds: float
+    seconds_by_pid: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ class Walk:
         self.command = command
         self.accept = accept
         self.steps: list[Step] = []
+        self._seconds: dict[int, float] = {}  # of the calls of the step that is under way, by pid
         self.warnings: list[str] = []
         self.hazards: tuple[Hazard, ...] = ()
         self.record: Record | None = None
@@ -138,6 +139,7 @@ class Walk:
                     phase.call, f"stopping: the driver cannot be interrupted in a {phase.call}; waiting for it (Ctrl-C again: leave it)"
                 )
             world.wait(waiting, min(limit, world.now() + 0.25) if self._watch else limit)
+            self._seconds |= {c.process.pid: round(world.now() - begun, 4) for c in waiting if c.outcome is not None}
             self.say(phase.call)
         dropped = [p for p, c in calls.items() if c.outcome is not None and c.outcome.result == "agent:DROPPED"]
         order = sorted(calls, key=lambda p: p in dropped)  # those that were not ready are why the others are not done
@@ -336,7 +338,8 @@ class Walk:
         try:
             yield
         finally:
-            self.steps.append(Step(str(name), round(self.world.now() - begun, 4)))
+            self.steps.append(Step(str(name), round(self.world.now() - begun, 4), self._seconds))
+            self._seconds = {}
 
     @contextmanager
     def holding(self, targets: Sequence[int]) -> Iterator[None]:

@@ -63,6 +63,9 @@ def test_a_job_of_eight_ranks_and_back(machine4: Machine) -> None:
             "checkpoint",
         ]
         assert {p["state"] for p in down.document["processes"]} == {"suspended"}
+        by_pid = {s["name"]: set(s["seconds_by_pid"]) for s in down.document["steps"]}
+        assert by_pid["comms"] == by_pid["checkpoint"] == {str(r.pid) for r in ranks}
+        assert not by_pid["inspect"]
         up = machine4.gpuckpt("resume", ranks[5].pid)
         assert up.code == 0, up
         assert [s["name"] for s in up.document["steps"] if s["name"] not in ("inspect", "room")] == [

@@ -135,6 +135,11 @@ def steps(document: dict[str, Any]) -> dict[str, float]:
     return {s["name"]: s["seconds"] for s in document.get("steps", [])}
 
 
+def by_rank(document: dict[str, Any]) -> dict[str, list[float]]:
+    """The seconds of each step's call on each process, in the order of their pids."""
+    return {s["name"]: [s["seconds_by_pid"][pid] for pid in sorted(s["seconds_by_pid"], key=int)] for s in document.get("steps", [])}
+
+
 ours = ["-tp", "2", "--disable-custom-all-reduce"]
 if "fuse_allreduce_rms" not in " ".join(extra):
     ours += ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
@@ -183,14 +188,14 @@ try:
         if flying:
             time.sleep(0.1)
         code, down, row["suspend_wall_s"] = gpuckpt("suspend", server.pid, timeout=STEP_S)
-        row |= {"suspend": code, "down": steps(down), "left_mib": [used_mib(g) for g in GPUS], "error": down.get("error"), "warnings": down.get("warnings")}
+        row |= {"suspend": code, "down": steps(down), "down_by_rank": by_rank(down), "left_mib": [used_mib(g) for g in GPUS], "error": down.get("error"), "warnings": down.get("warnings")}
         row["in_flight"] = flying.is_alive() if flying else None
         if code == 0:
             waiting = Asking(complete)
             row["filler_mib"] = fill()
             row["answered_while_suspended"] = not waiting.is_alive()
             code, up, row["resume_wall_s"] = gpuckpt("resume", server.pid, "--wait", "20s", timeout=STEP_S)
-            row |= {"resume": code, "up": steps(up), "error": up.get("error"), "warnings": row["warnings"] + (up.get("warnings") or [])}
+            row |= {"resume": code, "up": steps(up), "up_by_rank": by_rank(up), "error": up.get("error"), "warnings": row["warnings"] + (up.get("warnings") or [])}
         if code == 0:
             waiting.join(STEP_S)
             row |= {"waited": type(waiting.answer) is tuple and len(waiting.answer[0]) == 3 or waiting.answer, "waited_s": waiting.seconds}
