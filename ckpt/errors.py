@@ -56,6 +56,18 @@ class Aborted(GpuckptError):
     code = "group-changed"
 
 
+class OtherHost(GpuckptError):
+    """Another host of the operation failed, and it ended on all of them; everything here is as it was found."""
+
+    code = "other-host"
+
+
+class RendezvousLost(GpuckptError):
+    """The store of a rendezvous cannot be reached; nothing had been checkpointed, everything here is as it was found."""
+
+    code = "rendezvous-lost"
+
+
 class JournalError(GpuckptError):
     """The journal cannot be written or read; nothing was touched."""
 
@@ -109,6 +121,13 @@ class NotAsFound(GpuckptError):
     """The way back is blocked for now (room on the GPU, a refused restore); ``gpuckpt resume`` tries it again."""
 
     code = "not-as-found"
+    exit_code = 3
+
+
+class Held(GpuckptError):
+    """After the commit, another host or the store fell silent: the processes here wait as they are for a resume of all hosts."""
+
+    code = "held"
     exit_code = 3
 
 
@@ -182,6 +201,18 @@ class GpuChanged(Refused):
     code = "gpu-changed"
 
 
+class SeveralHosts(Refused):
+    """The group has a part on other hosts: it comes back together with them, or one of them is not part of it."""
+
+    code = "several-hosts"
+
+
+class RendezvousKey(Refused):
+    """A rendezvous needs a key, or a value in its store was not written with ours."""
+
+    code = "rendezvous-key"
+
+
 class NoDriver(Refused):
     code = "no-driver"
 
@@ -205,6 +236,12 @@ class Busy(Deadline):
     """Another gpuckpt is at work on the same process or GPU."""
 
     code = "concurrent-operation"
+
+
+class HostMissing(Deadline):
+    """A host did not come to the rendezvous, or fell silent before anything was checkpointed; everything here is as it was found."""
+
+    code = "host-missing"
 
 
 class StillServing(Deadline):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
+from gpuckpt.inspect import ranks
 from gpuckpt.journal import Member, Record
 from gpuckpt.model import GpuProcess, GpuReport, Hazard, Inventory, ProcessId, ProcessReport, State, Status
 from gpuckpt.walk import Walk
@@ -89,7 +90,9 @@ class Group(Walk):
     def inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
         inventory = self.world.inspect(targets, tree=tree)
         self.warnings += [w for w in inventory.warnings if w not in self.warnings]
-        return inventory
+        if self.barrier.several:  # then it is looked at over all hosts
+            return inventory
+        return dataclasses.replace(inventory, hazards=(*inventory.hazards, *ranks.hazards({"": inventory.ranks})))
 
     def claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
         """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
@@ -119,6 +122,15 @@ class Group(Walk):
                     )
                 together += outside
         return together
+
+    def shared_group(self, processes: Collection[ProcessId]) -> str:
+        """What the journal calls their group if other hosts have a part in it, else "". Raises where these are not at hand."""
+        for record in self.world.journal.records():
+            member = next((m for m in record.members if m.id in processes), None)
+            if member is not None and record.membership is not None:
+                self.barrier.check(record.membership, member.id.pid)
+                return record.membership.group
+        return ""
 
     def claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
         return self.world.claim(sorted(processes), self.deadline if until is None else until)
@@ -166,6 +178,7 @@ class Group(Walk):
             members=tuple(members[p] for p in sorted(members)),
             gpus=tuple(gpus.values()),
             retained=retained,
+            membership=next((r.membership for r in known if r.membership), None),
             replaces=tuple(dict.fromkeys(i for r in known for i in (*r.replaces, r.id) if i != first.id)),
         ), inventory
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from gpuckpt.errors import JournalError
-from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
+from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
 
-SCHEMA = 1
+#: Records of a group on several hosts are of schema 2: a gpuckpt that does not know of such must leave them alone.
+SCHEMA = 2
 AUDIT_MAX_BYTES = 8 << 20
 
 
@@ -51,6 +52,7 @@ class Record:
     by: str = ""  # "alice (uid 1000)"
     controller: ProcessId | None = None
     replaces: tuple[str, ...] = ()  # ids of records that count no more, whether or not their files are still there
+    membership: Membership | None = None  # of a group that other hosts have a part in
     since: float = field(default_factory=time.time)  # seconds since the epoch: for people only, never compared
 
     def member(self, process: ProcessId) -> Member | None:
@@ -116,7 +118,7 @@ class Journal:
         temporary = self._groups / f".{record.id}.{os.getpid()}"
         try:
             with open(temporary, "w", encoding="utf-8") as f:
-                json.dump({"schema": SCHEMA, **dataclasses.asdict(record)}, f)
+                json.dump({"schema": SCHEMA if record.membership else 1, **dataclasses.asdict(record)}, f)
                 f.flush()
                 os.fsync(f.fileno())
             temporary.rename(path)
@@ -209,7 +211,7 @@ def _record(document: dict[str, Any]) -> Record:
         )
         for m in document["members"]
     )
-    controller = document["controller"]
+    controller, membership = document["controller"], document.get("membership")
     return Record(
         status=Status(document["status"]),
         members=members,
@@ -220,6 +222,7 @@ def _record(document: dict[str, Any]) -> Record:
         by=document["by"],
         controller=ProcessId(**controller) if controller else None,
         replaces=tuple(document.get("replaces", ())),
+        membership=Membership(**{**membership, "hosts": tuple(membership["hosts"])}) if membership else None,
         since=document["since"],
     )
 

@@ -22,7 +22,7 @@ from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.journal import Journal, Record, no_process, state_directory, void_words
-from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, HostRoom, Inventory, ProcessId, State
+from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, HostRoom, Inventory, ProcessId, Rank, State
 
 #: How long the driver may take to tell a state before it counts as blocked, in seconds. It answers in 2 ms.
 STATE_DEADLINE_S = 2.0
@@ -144,13 +144,18 @@ class LocalWorld:
         found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]
         unvouched = {pid: {o: how for o, how in others.items() if not {pid, o} <= vouched} for pid, others in related.items()}
         found += hazards.possible_imports(members, unvouched, agents=set(hellos))
-        found += hazards.incomplete({pid: hellos[pid].communicators for pid in members if pid in hellos})
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
         warnings = (*map(void_words, void), *self.journal.unreadable())
         needed, room, short = self._host_room(list(members.values()))
-        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room)
+        ranks = tuple(
+            Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", ""))
+            for pid in sorted(members)
+            if pid in hellos
+            for c in hellos[pid].communicators
+        )
+        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room, ranks)
 
     def _group(
         self, targets: Sequence[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]], tree: bool

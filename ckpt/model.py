@@ -159,6 +159,41 @@ class Hazard:
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """What one process is in one communicator of more than one rank, as its agent describes it. ``nccl`` is a version, "" if unknown."""
+
+    pid: int
+    communicator: str
+    rank: int
+    size: int
+    nccl: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Where the processes of one host belong in an operation of several. ``hosts`` are names by node rank.
+
+    ``group`` is the same on all of them. ``phase``: "joined"; "voted" (the others may have begun to checkpoint); "committed".
+    """
+
+    group: str
+    rendezvous: str
+    node: int
+    hosts: tuple[str, ...]
+    phase: str = "joined"
+    key: str = ""  # the file that values in the store are authenticated with
+
+    @property
+    def label(self) -> str:
+        return f"node {self.node} of {len(self.hosts)} ({', '.join(self.hosts)})"
+
+    def resume_command(self, pid: int) -> str:
+        """What to type on this host to bring the group back."""
+        key = f" --rendezvous-key {self.key}" if self.key else ""
+        return f"gpuckpt resume {pid} --rendezvous {self.rendezvous} --nodes {len(self.hosts)} --node-rank {self.node}{key}"
+
+
+@dataclass(frozen=True, slots=True)
 class HostRoom:
     """Host memory that a process may still take, and the limit that says so ("MemAvailable", "memory.max of /a/b")."""
 
@@ -176,6 +211,7 @@ class Inventory:
     warnings: tuple[str, ...] = ()
     needed_host_bytes: int = 0
     host_room: HostRoom | None = None
+    ranks: tuple[Rank, ...] = ()  # of its processes, in communicators that their agents can suspend
 
 
 @dataclass(frozen=True, slots=True)

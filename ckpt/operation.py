@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from gpuckpt import errors, plan, room
+from gpuckpt.barrier import END
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found, as_member, total_retained
 from gpuckpt.journal import Record
-from gpuckpt.model import GpuReport, Inventory, ProcessId, ProcessReport, Report, State, Status
+from gpuckpt.model import GpuReport, Inventory, Membership, ProcessId, ProcessReport, Report, State, Status
 from gpuckpt.walk import Failure
 from gpuckpt.words import word
 
@@ -36,16 +37,21 @@ class Operation(Group):
             self.refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
             self.set_deadline(sum(p.nbytes for p in inventory.processes))
             inventory, targets = self.claim_group(inventory, targets, tree)
-            if all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self.left_in_the_middle(inventory):
+            already = all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self.left_in_the_middle(inventory)
+            if not already or self.barrier.several:
+                group = self.shared_group({p.id for p in inventory.processes})
+                self.refuse(inventory)
+                self.world.journal.prepare()
+                already = self._join(inventory, already=already, group=group, nbytes=sum(p.nbytes for p in inventory.processes))
+            if already:
                 return self._already(inventory)
-            self.refuse(inventory)
-            self.world.journal.prepare()
             self._begin(inventory)
             try:
                 self.walk(dict.fromkeys(self.now, State.CHECKPOINTED), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
                 self.check_interruption()
                 with self.step("verify"):
                     self._verify()
+                self.agree(END)
             except GpuckptError as cause:
                 self._undo(cause)
             except BaseException as cause:  # noqa: BLE001 - whatever broke, the processes go back first
@@ -80,6 +86,7 @@ class Operation(Group):
                 self.release()  # another command was at it while we waited
                 self.check_deadline("inspect")
             if record is None:
+                self._join(inventory, already=True, group="", nbytes=0)
                 here = {g.uuid for p in inventory.processes for g in p.gpus}
                 if not {*(wished or {}).values(), to_gpu} - {""} <= here:
                     raise errors.Usage(
@@ -88,10 +95,16 @@ class Operation(Group):
                         pid=targets[0],
                     )
                 return self._already(inventory)
+            self.barrier.check(record.membership, targets[0])
             self.record = record
             self.look()
             self.refuse_unanswered()
             self.world.journal.prepare()
+            done = all(s in (State.RUNNING, State.GONE) for s in self.now.values())
+            nbytes = sum(g.nbytes or 0 for m in record.members for g in m.gpus)
+            done = self._join(inventory, already=done, group=record.membership.group if record.membership else "", nbytes=nbytes)
+            if done and self.barrier.several:
+                return self._settle([], dict.fromkeys(self.record.found, State.RUNNING))
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
             if any(s is State.CHECKPOINTED for s in self.now.values()):
                 self.check_interruption()
@@ -115,6 +128,10 @@ class Operation(Group):
             self.look()
             goal = plan.recovery_goal(record.status, record.found, self.now)
             self.refuse_unanswered()
+            if record.membership is not None and plan.needs_other_hosts(
+                record.status, record.membership.phase, goal, self.now, self.agents
+            ):
+                self._end(self._waits_for_others(record, record.membership), goal)
             reachable, blocked = self._with_room(goal, wait_s=0.0)
             failures = self.walk(reachable)
             if blocked is not None and not failures:
@@ -127,12 +144,38 @@ class Operation(Group):
         """Restore and unlock. From here on there is no way back but forward, whatever breaks."""
         try:
             failures = self.walk(goal, gpu_map=gpu_map)
+            self.agree(END, failures)
         except Exception as e:  # noqa: BLE001 - NVML failed, say: the processes and the journal are where they are
             self.look()
+            if self.barrier.several and isinstance(e, GpuckptError) and (e.exit_code == 3 or not self.barrier.committed):
+                self._end(e, goal)
             self._end(errors.NotAsFound(f"the resume broke off: {type(e).__name__}: {e}", hint="gpuckpt recover"), goal)
         return self._settle(failures, goal)
 
     # On the way.
+
+    def _join(self, inventory: Inventory, *, already: bool, group: str, nbytes: int) -> bool:
+        """Meet the other hosts, if there are any. True if nothing is left to do on any."""
+        patience_s = self.patience_s(nbytes)
+        return self.barrier.join(inventory, already=already, group=group, deadline=self.deadline, patience_s=patience_s, note=self._note)
+
+    def _note(self, membership: Membership) -> None:
+        """Write down how far the operation of all hosts has come. From the vote on nothing here goes back by itself."""
+        if self.command == "suspend":
+            self.save(required=membership.phase == "voted", membership=membership)
+            for guard in self.guards.values():
+                guard.keep()
+            self.guards.clear()
+
+    @staticmethod
+    def _waits_for_others(record: Record, membership: Membership) -> GpuckptError:
+        names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
+        return errors.Held(
+            f"{names}: left in the middle of an operation of {len(membership.hosts)} hosts ({', '.join(membership.hosts)}); "
+            "they come back together with the processes there",
+            hint=f"on this host, and likewise on each other one: {membership.resume_command(record.members[0].id.pid)}",
+            pid=record.members[0].id.pid,
+        )
 
     def _begin(self, inventory: Inventory) -> None:
         """Write the record that recovery would need, in place of what older ones say."""
@@ -159,6 +202,7 @@ class Operation(Group):
             by=self.world.user,
             controller=self.world.me,
             replaces=tuple(i for r in older for i in (*r.replaces, r.id)),
+            membership=self.barrier.membership,
         )
         self.now = now
         self.used_before, self.others_before = self.usage()
@@ -224,12 +268,24 @@ class Operation(Group):
     def _undo(self, cause: GpuckptError) -> NoReturn:
         """Take every process back to where it was found, then raise *cause*, or what is worse."""
         assert self.record is not None
+        try:
+            self.barrier.back(cause)
+        except errors.Held as held:
+            self.look()
+            self._end(held, dict.fromkeys(self.now, State.CHECKPOINTED))
         self.record = dataclasses.replace(self.record, status=Status.UNDOING)
         self.save()
         self.look()
         goal = {p: s for p, s in self.record.found.items() if self.now.get(p) in plan.DEPTH}
         goal, blocked = self._with_room(goal, wait_s=UNDO_WAIT_S)
-        failures = self.walk(goal)
+        try:
+            failures = self.walk(goal)
+            self.agree(END, failures)
+        except GpuckptError as e:  # what is left of the way back waits for the other hosts
+            if not self.barrier.several:
+                raise
+            self.look()
+            self._end(e if e.exit_code == 3 else self._not_as_found(e), self.record.found)
         worse = self._worst([f for f in failures if self.now[f.process] is not State.GONE])
         if worse is None and blocked is not None:
             worse = errors.NotAsFound(
@@ -284,7 +340,11 @@ class Operation(Group):
         worst = next((f.error for f in failures if isinstance(f.error, errors.Lost)), failures[0].error)
         if worst.exit_code == 3 or isinstance(worst, errors.Aborted):
             return worst
-        return errors.NotAsFound(worst.message, hint=worst.hint or "gpuckpt recover", pid=worst.pid, step=worst.step)
+        return Operation._not_as_found(worst)
+
+    @staticmethod
+    def _not_as_found(error: GpuckptError) -> GpuckptError:
+        return errors.NotAsFound(error.message, hint=error.hint or "gpuckpt recover", pid=error.pid, step=error.step)
 
     def _write_down(self, goal: Mapping[ProcessId, State]) -> None:
         """Leave the journal telling the truth: who is suspended or lost, or what is unfinished, and nothing of processes that run."""

@@ -135,6 +135,20 @@ def recovery_goal(status: Status, found: Mapping[ProcessId, State], now: Mapping
     return {p: found[p] for p in alive if found[p] in DEPTH}
 
 
+def needs_other_hosts(
+    status: Status, phase: str, goal: Mapping[ProcessId, State], now: Mapping[ProcessId, State], agents: Collection[ProcessId]
+) -> bool:
+    """Whether one host's part of an unfinished operation of several, at *phase* of its membership, waits for the others.
+
+    What goes to its *goal* without a peer, a lock that is undone say, does not. Once voted, the others may have committed a suspend.
+    """
+    moving = [p for p, state in goal.items() if now[p] is not state]
+    if status is Status.SUSPENDING and phase != "joined":
+        return bool(moving) or any(now[p] is not State.CHECKPOINTED for p in goal)
+    harmless = all(now[p] is State.QUIESCED or (now[p] is State.LOCKED and p not in agents) for p in moving)
+    return bool(moving) and not (phase == "joined" and harmless)
+
+
 def image_need_bytes(held: Iterable[GpuBytes]) -> int:
     """Host memory that a checkpoint of a process holding *held* takes; an unknown figure counts as nothing here."""
     nbytes = sum(g.nbytes or 0 for g in held)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuckpt import errors, plan
+from gpuckpt.barrier import Alone, Barrier
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
@@ -47,11 +48,13 @@ class Walk:
         accept: frozenset[str] = frozenset(),
         tell: Callable[[Progress], None] | None = None,
         watch: bool = True,
+        barrier: Barrier | None = None,
     ) -> None:
-        """*tell* hears of each step; with *watch* of the bytes on the GPUs too, four times a second."""
+        """*tell* hears of each step; with *watch* of the bytes on the GPUs too, four times a second. *barrier*: the other hosts."""
         self.world = world
         self.command = command
         self.accept = accept
+        self.barrier: Barrier = barrier or Alone()
         self.steps: list[Step] = []
         self._seconds: dict[int, float] = {}  # of the calls of the step that is under way, by pid
         self.warnings: list[str] = []
@@ -83,7 +86,8 @@ class Walk:
         before_checkpoint: Callable[[], None] | None = None,
     ) -> list[Failure]:
         """Go phase by phase to *goal*. With *stop* the first failure is raised when its phase has ended, else the others go on."""
-        goal, failures = dict(goal), []
+        goal = dict(goal)
+        failures: list[Failure] = []
         while phase := plan.next_phase(self.now, goal, self.agents):
             if stop:
                 self.check_interruption()
@@ -91,6 +95,7 @@ class Walk:
             if phase.call is Call.CHECKPOINT and before_checkpoint is not None:
                 before_checkpoint()
                 before_checkpoint = None
+            self.agree(phase.call, failures)
             with self.step(phase.call):
                 failed = self._run(phase, gpu_map or {})
             failures += failed
@@ -99,6 +104,12 @@ class Walk:
             for f in failed:
                 goal.pop(f.process, None)
         return failures
+
+    def agree(self, step: str, failures: Sequence[Failure] = ()) -> None:
+        """Wait until the other hosts, if there are any, are ready for *step* too, or tell them that this one is not."""
+        if self.barrier.several:
+            with self.step("agree"):
+                self.barrier.before(step, failures[0].error if failures else None)
 
     def _run(self, phase: plan.Phase, gpu_map: Mapping[str, str]) -> list[Failure]:
         """Make the calls of one phase in parallel; when it returns, each has ended or was left to itself, and ``now`` is up to date."""
@@ -303,10 +314,13 @@ class Walk:
     def _limit(self, call: Call, begun: float) -> float:
         """When a call that has not returned is left to itself. A checkpoint or restore gets as long as its bytes may take."""
         assert self.record is not None
-        nbytes = sum(g.nbytes or 0 for m in self.record.members for g in m.gpus)
         if call is Call.LOCK or call in plan.AGENT_CALLS:
             return max(self.deadline, begun) + min(2.0, self._timeout_s or 2.0)
-        return max(self.deadline, begun) + max(plan.default_timeout_s(nbytes) - plan.default_timeout_s(0), self._timeout_s or 0.0, 2.0)
+        return max(self.deadline, begun) + self.patience_s(sum(g.nbytes or 0 for m in self.record.members for g in m.gpus))
+
+    def patience_s(self, nbytes: int) -> float:
+        """How long a checkpoint or restore of *nbytes* may take beyond the deadline: it cannot be cancelled."""
+        return max(plan.default_timeout_s(nbytes) - plan.default_timeout_s(0), self._timeout_s or 0.0, 2.0)
 
     def check_interruption(self) -> None:
         if self.world.interruptions:
@@ -348,6 +362,7 @@ class Walk:
         try:
             yield
         except GpuckptError as e:
+            self.barrier.fail(e)
             if e.report is None:  # refused before it began: what began has its own line
                 self.audit(targets, e.code)
             raise

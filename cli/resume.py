@@ -7,6 +7,7 @@ import click
 from gpuckpt import errors
 from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
+from gpuckpt.cli.rendezvous import Chosen, rendezvous_options
 from gpuckpt.model import Report
 from gpuckpt.words import size
 
@@ -27,6 +28,7 @@ from gpuckpt.words import size
 )
 @click.option("--wait", "wait_s", type=Duration(), metavar="DURATION", help="Wait for room on the GPUs this long. [default: not at all]")
 @click.option("--dry-run", is_flag=True, help="Print the plan and whether there is room. Touches nothing.")
+@rendezvous_options
 @timeout_option
 @json_option
 def resume(
@@ -35,6 +37,10 @@ def resume(
     no_tree: bool,
     wait_s: float | None,
     dry_run: bool,
+    rendezvous: str | None,
+    nodes: int | None,
+    node_rank: int | None,
+    rendezvous_key: str | None,
     timeout_s: float | None,
     as_json: bool,
 ) -> None:
@@ -51,16 +57,24 @@ def resume(
     """
 
     def body() -> Report:
+        chosen = Chosen(rendezvous, nodes, node_rank, rendezvous_key)
+        chosen.check(dry_run=dry_run)
         if is_run(targets):
+            chosen.refuse_run()
             return ask_run(targets[0], "resume", timeout_s=timeout_s)
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
         from gpuckpt.preview import Preview
 
         wished, to_gpu = _wished(gpus)
-        with LocalWorld(command="resume") as world, world.interruptible(), Bar(as_json) as bar:
+        with (
+            LocalWorld(command="resume") as world,
+            world.interruptible(),
+            chosen.barrier(world, "resume", timeout_s) as barrier,
+            Bar(as_json) as bar,
+        ):
             kind = Preview if dry_run else Operation
-            operation = kind(world, "resume", timeout_s=timeout_s, tell=bar.tell, watch=bar.watch)
+            operation = kind(world, "resume", timeout_s=timeout_s, tell=bar.tell, watch=bar.watch, barrier=barrier)
             return operation.resume(pids(targets), tree=not no_tree, wished=wished, to_gpu=to_gpu, wait_s=wait_s or 0.0)
 
     execute("resume", as_json, body, show_plan if dry_run else show)

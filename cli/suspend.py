@@ -6,6 +6,7 @@ import click
 
 from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
+from gpuckpt.cli.rendezvous import Chosen, rendezvous_options
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 from gpuckpt.words import size
 
@@ -21,10 +22,20 @@ from gpuckpt.words import size
     metavar="KIND",
     help=f"Take on a hazard that may lose the process: {', '.join(ACCEPTABLE_HAZARDS)}. Repeatable.",
 )
+@rendezvous_options
 @timeout_option
 @json_option
 def suspend(
-    targets: tuple[str, ...], no_tree: bool, dry_run: bool, accept_loss: tuple[str, ...], timeout_s: float | None, as_json: bool
+    targets: tuple[str, ...],
+    no_tree: bool,
+    dry_run: bool,
+    accept_loss: tuple[str, ...],
+    rendezvous: str | None,
+    nodes: int | None,
+    node_rank: int | None,
+    rendezvous_key: str | None,
+    timeout_s: float | None,
+    as_json: bool,
 ) -> None:
     """Move everything that TARGETs hold on their GPUs to host memory.
 
@@ -36,18 +47,28 @@ def suspend(
       gpuckpt suspend 4242
       gpuckpt suspend --dry-run 4242
       gpuckpt suspend 4242 --timeout 30s --json
+      gpuckpt suspend 4242 --rendezvous c10d://host0:29400/job --nodes 2 --rendezvous-key job.key    on each of two hosts
     """
 
     def body() -> Report:
+        chosen = Chosen(rendezvous, nodes, node_rank, rendezvous_key)
+        chosen.check(dry_run=dry_run)
         if is_run(targets):
+            chosen.refuse_run()
             return ask_run(targets[0], "suspend", timeout_s=timeout_s)
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
         from gpuckpt.preview import Preview
 
-        with LocalWorld() as world, world.interruptible(), Bar(as_json) as bar:
+        with (
+            LocalWorld() as world,
+            world.interruptible(),
+            chosen.barrier(world, "suspend", timeout_s) as barrier,
+            Bar(as_json) as bar,
+        ):
             kind = Preview if dry_run else Operation
-            operation = kind(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=bar.tell, watch=bar.watch)
+            accept = frozenset(accept_loss)
+            operation = kind(world, "suspend", timeout_s=timeout_s, accept=accept, tell=bar.tell, watch=bar.watch, barrier=barrier)
             return operation.suspend(pids(targets), tree=not no_tree)
 
     execute("suspend", as_json, body, show_plan if dry_run else show)

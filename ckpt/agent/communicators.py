@@ -12,7 +12,7 @@ class Communicators(Protocol):
     """
 
     def describe(self) -> list[dict[str, Any]]:
-        """One ``{"name", "rank", "size"}`` for each communicator of more than one rank."""
+        """One ``{"name", "rank", "size", "nccl"}`` for each communicator of more than one rank; ``nccl`` is its library's version."""
         ...
 
     def hazards(self) -> list[str]:

@@ -25,7 +25,7 @@ class NcclCommunicators:
         from gpuckpt.nccl.communicators import listing
 
         known = listing().communicators if self._suspended is None else self._suspended
-        return [{"name": c.label, "rank": c.rank, "size": c.size} for c in known]
+        return [{"name": c.label, "rank": c.rank, "size": c.size, "nccl": c.library.version} for c in known]
 
     def hazards(self) -> list[str]:
         """While suspended nothing is looked at: the communicators must not be touched."""

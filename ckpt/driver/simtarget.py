@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.nccl_socket:
         _keep_socket = _nccl_socket(int(options.agent[1]) if options.agent else 0)
     if options.agent is not None:
-        _install_agent(world, options.agent)
+        _install_agent(world, options)
     try:
         if options.busy_s:
             world.make_busy(target.pid, options.busy_s)
@@ -126,6 +126,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--spawn", type=int, default=0, metavar="N", help="children with CUDA state of their own, like this one's")
     parser.add_argument("--nccl-socket", action="store_true", help="show the socket that a communicator shows")
     parser.add_argument("--agent", nargs=3, metavar=("COMMUNICATOR", "RANK", "SIZE"), help="install an agent that suspends it")
+    parser.add_argument("--meet-in", metavar="DIRECTORY", help="where the communicator's ranks meet; by default those of this machine")
+    parser.add_argument("--nccl", default="2.30.7", metavar="VERSION", help="that the agent reports")
     parser.add_argument("--daemon", action="store_true", help="stay when the input ends")
     return parser.parse_args(arguments)
 
@@ -142,12 +144,12 @@ def _next_line(agent: bool) -> str:
     return sys.stdin.readline()
 
 
-def _install_agent(world: SimulatedWorldDir, words: list[str]) -> None:
+def _install_agent(world: SimulatedWorldDir, options: argparse.Namespace) -> None:
     from gpuckpt.agent import install
     from gpuckpt.driver.simulated_comms import SimulatedCommunicator
 
-    name, rank, size = words
-    install(SimulatedCommunicator(world, os.getpid(), name, int(rank), int(size)))
+    name, rank, size = options.agent
+    install(SimulatedCommunicator(world, os.getpid(), name, int(rank), int(size), nccl=options.nccl, meet_in=options.meet_in))
 
 
 def _print(answer: dict[str, Any]) -> None:

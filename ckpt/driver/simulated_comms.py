@@ -16,14 +16,18 @@ COLLECTIVE_TIMEOUT_S = 20.0
 class SimulatedCommunicator:
     """Rank *rank* of *size* in communicator *name*: an agent's :class:`~gpuckpt.agent.communicators.Communicators`."""
 
-    def __init__(self, world: SimulatedWorldDir, pid: int, name: str, rank: int, size: int) -> None:
-        self.world, self.pid, self.name, self.rank, self.size = world, pid, name, rank, size
+    def __init__(
+        self, world: SimulatedWorldDir, pid: int, name: str, rank: int, size: int, *, nccl: str = "2.30.7", meet_in: str | None = None
+    ) -> None:
+        """*meet_in*: a directory in which ranks of several machines meet."""
+        self.world, self.pid, self.name, self.rank, self.size, self.nccl = world, pid, name, rank, size, nccl
+        self._place = Path(meet_in or Path(world.path) / "comms")
         self._meetings = 0
         with world.transaction() as machine:
             machine.rules.processes[pid].traits.add("communicator")
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{"name": self.name, "rank": self.rank, "size": self.size}]
+        return [{"name": self.name, "rank": self.rank, "size": self.size, "nccl": self.nccl}]
 
     def hazards(self) -> list[str]:
         return []
@@ -54,7 +58,7 @@ class SimulatedCommunicator:
         if fault and fault.result:
             raise RuntimeError(f"{what} of communicator {self.name}: {fault.result}")
         self._meetings += 1
-        place = Path(self.world.path) / "comms" / f"{self.name}-{self._meetings}-{what}"
+        place = self._place / f"{self.name}-{self._meetings}-{what}"
         place.mkdir(parents=True, exist_ok=True)
         (place / str(self.rank)).touch()
         until = time.monotonic() + COLLECTIVE_TIMEOUT_S

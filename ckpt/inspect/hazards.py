@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from gpuckpt.inspect import processes
 from gpuckpt.inspect.processes import Proc
@@ -96,30 +95,6 @@ def _beyond(seen: Iterable[str], known: Collection[int]) -> list[str]:
 def unvouched(process: GpuProcess, words: str) -> Hazard:
     """What an agent names that cannot be suspended."""
     return Hazard("possible-import", f"pid {process.pid}: {words}", "start the job without it (gpuckpt env)", process.pid, acceptable=True)
-
-
-def incomplete(communicators: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[Hazard]:
-    """A hazard for each communicator of which ranks are outside of the group. *communicators*: pid -> what its agent describes."""
-    inside: dict[str, dict[int, int]] = {}
-    sizes: dict[str, int] = {}
-    for pid, described in sorted(communicators.items()):
-        for c in described:
-            inside.setdefault(c["name"], {})[c["rank"]] = pid
-            sizes[c["name"]] = c["size"]
-    found = []
-    for name, ranks in sorted(inside.items()):
-        missing = [r for r in range(sizes[name]) if r not in ranks]
-        if missing:
-            found.append(
-                Hazard(
-                    "nccl-communicator",
-                    f"communicator {name} of pid {next(iter(ranks.values()))} reaches outside of this group: "
-                    f"rank {', '.join(map(str, missing))} of {sizes[name]} is not in it, or has no agent",
-                    "name a process of the whole job, without --no-tree",
-                    next(iter(ranks.values())),
-                )
-            )
-    return found
 
 
 def possible_imports(

@@ -1,0 +1,75 @@
+"""Whether the communicators of a group are wholly inside it: on one host, or over all hosts of an operation. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from gpuckpt.model import Hazard, Rank
+
+
+def hazards(hosts: Mapping[str, Sequence[Rank]]) -> list[Hazard]:
+    """A hazard for each communicator that has ranks elsewhere or twice, or ranks of different NCCL versions. *hosts*: name -> its ranks."""
+    several = len(hosts) > 1
+    found = []
+    for (name, size), parts in sorted(_by_communicator(hosts).items()):
+        everywhere = [(host, r) for host, ranks in parts.items() for r in ranks]
+        found += _versions(name, everywhere, several)
+        spread = [(host, r) for host, ranks in parts.items() if not _whole(ranks, size) for r in ranks]
+        if not spread:
+            continue
+        host, first = spread[0]
+        seen = Counter(r.rank for _, r in spread)
+        missing = [r for r in range(size) if not seen[r]]
+        twice = sorted(r for r, count in seen.items() if count > 1)
+        of = f"communicator {name} of pid {first.pid}{f' on {host}' if several else ''}"
+        if missing:
+            where = "on none of these hosts" if several else "not in it"
+            found.append(
+                _hazard(
+                    f"{of} reaches outside of this group: rank {_listed(missing)} of {size} is {where}, or has no agent",
+                    "name a process of the whole job, without --no-tree"
+                    if not several
+                    else "name a process of the job on every host, and count every host in --nodes",
+                    first.pid,
+                )
+            )
+        elif twice and several:
+            places = ", ".join(f"pid {r.pid} on {host}" for host, r in spread if r.rank == twice[0])
+            found.append(
+                _hazard(f"{of} has rank {twice[0]} twice: {places}", "give communicators of different jobs different names", first.pid)
+            )
+    return found
+
+
+def _by_communicator(hosts: Mapping[str, Sequence[Rank]]) -> dict[tuple[str, int], dict[str, list[Rank]]]:
+    found: dict[tuple[str, int], dict[str, list[Rank]]] = {}
+    for host, ranks in hosts.items():
+        for r in ranks:
+            found.setdefault((r.communicator, r.size), {}).setdefault(host, []).append(r)
+    return found
+
+
+def _whole(ranks: Sequence[Rank], size: int) -> bool:
+    """One host has all of it; or of several that share a name, as those of vLLM's data-parallel engines do."""
+    counts = Counter(r.rank for r in ranks)
+    return len(counts) == size and len(set(counts.values())) == 1
+
+
+def _versions(name: str, everywhere: Sequence[tuple[str, Rank]], several: bool) -> list[Hazard]:
+    by_version = {r.nccl: (host, r) for host, r in reversed(everywhere) if r.nccl}
+    if len(by_version) < 2:
+        return []
+    named = ", ".join(
+        f"{version} in pid {r.pid} (rank {r.rank}{f' on {host}' if several else ''})" for version, (host, r) in sorted(by_version.items())
+    )
+    pid = next(iter(by_version.values()))[1].pid
+    return [_hazard(f"the ranks of communicator {name} have different versions of NCCL: {named}", "start the job with one of them", pid)]
+
+
+def _hazard(message: str, hint: str, pid: int) -> Hazard:
+    return Hazard("nccl-communicator", message, hint, pid)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

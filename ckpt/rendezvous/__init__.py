@@ -1,0 +1,1 @@
+"""Several hosts, one operation: the same command on each agrees step by step with the others through a store that all can reach."""

@@ -1,0 +1,62 @@
+"""The verdict of a meeting: whether what all hosts have looked at may be operated on as a whole. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpuckpt.inspect import ranks
+from gpuckpt.model import Rank
+
+Body = dict[str, Any]
+
+
+def name(info: Body) -> str:
+    """What messages call a host."""
+    return f"{info['host']} (node {info['node']})"
+
+
+def suspend(infos: Mapping[int, Body]) -> Body:
+    """Every communicator must be wholly on these hosts, and of one version of NCCL."""
+    found = ranks.hazards({name(i): [Rank(*r) for r in i["ranks"]] for i in infos.values()})
+    if found:
+        return _refused("nccl-communicator", found[0].message, found[0].hint)
+    return _go(infos, next((i["group"] for i in infos.values() if i["group"]), ""))
+
+
+def resume(infos: Mapping[int, Body]) -> Body:
+    """All must have a part in one group. Hosts on which everything runs matter only where the others know a group that they do not."""
+    waiting = [i for i in infos.values() if not i["already"]]
+    groups = {i["group"] for i in waiting}
+    if len(groups) > 1:
+        a, b = waiting[0], next(i for i in waiting if i["group"] != waiting[0]["group"])
+        return _refused(
+            "several-hosts",
+            f"{name(a)} and {name(b)} would resume groups that were not suspended together; nothing was touched",
+            "name processes of the same group on every host: gpuckpt status",
+        )
+    group = groups.pop() if groups else ""
+    strangers = [i for i in infos.values() if group and i["group"] != group]
+    if strangers:
+        return _refused(
+            "several-hosts",
+            f"{name(strangers[0])} has no part in the group that {name(waiting[0])} would resume; nothing was touched",
+            "name a process of the group on every host: gpuckpt status",
+        )
+    return _go(infos, group)
+
+
+def _go(infos: Mapping[int, Body], group: str) -> Body:
+    everybody = [infos[n] for n in sorted(infos)]
+    return {
+        "go": True,
+        "hosts": [i["host"] for i in everybody],
+        "group": group,
+        "patience_s": max(i["patience_s"] for i in everybody),
+        "agents": any(i["agents"] for i in everybody),
+        "already": all(i["already"] for i in everybody),
+    }
+
+
+def _refused(code: str, message: str, hint: str) -> Body:
+    return {"go": False, "held": False, "cause": {"code": code, "message": message, "hint": hint, "node": None}}
