@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from gpuckpt import errors
@@ -11,6 +12,15 @@ from gpuckpt.model import Inventory, Membership
 
 #: The step after the last one.
 END = "end"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What this host's journal says of the processes that an operation is about."""
+
+    group: str = ""  # that other hosts have a part in too
+    committed: bool = False  # processes of it are, or were, checkpointed on all of them
+    journal: tuple[str, ...] = ()  # every such group in the journal, of whatever processes
 
 
 class Barrier(Protocol):
@@ -40,14 +50,14 @@ class Barrier(Protocol):
         inventory: Inventory,
         *,
         already: bool,
-        group: str = "",
+        part: Part,
         deadline: float,
         patience_s: float,
         note: Callable[[Membership], None],
     ) -> bool:
         """Return when every host has looked at its part, and all of it may be operated on: True if nothing is left to do on any.
 
-        *group*: what the journal calls it. *patience_s*: how long a driver call may take beyond *deadline*. *note* is called to have
+        *patience_s*: how long a driver call may take beyond *deadline*. *note* is called to have
         the membership written down before this host can be committed, and once it is; what it raises before ends the operation.
         """
         ...
@@ -90,7 +100,7 @@ class Alone:
         inventory: Inventory,  # noqa: ARG002 - as the protocol has it
         *,
         already: bool,
-        group: str = "",  # noqa: ARG002
+        part: Part,  # noqa: ARG002
         deadline: float,  # noqa: ARG002
         patience_s: float,  # noqa: ARG002
         note: Callable[[Membership], None],  # noqa: ARG002

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpuckpt import errors, plan
+from gpuckpt.barrier import Part
 from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import ranks
 from gpuckpt.journal import Member, Record
@@ -123,14 +124,17 @@ class Group(Walk):
                 together += outside
         return together
 
-    def shared_group(self, processes: Collection[ProcessId]) -> str:
-        """What the journal calls their group if other hosts have a part in it, else "". Raises where these are not at hand."""
-        for record in self.world.journal.records():
+    def part_in(self, processes: Collection[ProcessId]) -> Part:
+        """What the journal says of *processes* and of groups that other hosts have a part in. Raises where these are not at hand."""
+        shared = [r for r in self.world.journal.records() if r.membership]
+        part = Part(journal=tuple(r.membership.group for r in shared if r.membership))
+        for record in shared:
             member = next((m for m in record.members if m.id in processes), None)
             if member is not None and record.membership is not None:
                 self.barrier.check(record.membership, member.id.pid)
-                return record.membership.group
-        return ""
+                committed = record.membership.phase == "committed" and record.status is not Status.UNDOING
+                return dataclasses.replace(part, group=record.membership.group, committed=committed)
+        return part
 
     def claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
         return self.world.claim(sorted(processes), self.deadline if until is None else until)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from gpuckpt import errors, plan, room
-from gpuckpt.barrier import END
+from gpuckpt.barrier import END, Part
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found, as_member, total_retained
 from gpuckpt.journal import Record
@@ -39,10 +39,10 @@ class Operation(Group):
             inventory, targets = self.claim_group(inventory, targets, tree)
             already = all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self.left_in_the_middle(inventory)
             if not already or self.barrier.several:
-                group = self.shared_group({p.id for p in inventory.processes})
+                part = self.part_in({p.id for p in inventory.processes})
                 self.refuse(inventory)
                 self.world.journal.prepare()
-                already = self._join(inventory, already=already, group=group, nbytes=sum(p.nbytes for p in inventory.processes))
+                already = self._join(inventory, already=already, part=part, nbytes=sum(p.nbytes for p in inventory.processes))
             if already:
                 return self._already(inventory)
             self._begin(inventory)
@@ -86,7 +86,8 @@ class Operation(Group):
                 self.release()  # another command was at it while we waited
                 self.check_deadline("inspect")
             if record is None:
-                self._join(inventory, already=True, group="", nbytes=0)
+                if not self._join(inventory, already=True, part=self.part_in(()), nbytes=0):
+                    self.agree(END)  # other hosts have something to do: they need our votes
                 here = {g.uuid for p in inventory.processes for g in p.gpus}
                 if not {*(wished or {}).values(), to_gpu} - {""} <= here:
                     raise errors.Usage(
@@ -95,14 +96,14 @@ class Operation(Group):
                         pid=targets[0],
                     )
                 return self._already(inventory)
-            self.barrier.check(record.membership, targets[0])
+            part = self.part_in(record.found)
             self.record = record
             self.look()
             self.refuse_unanswered()
             self.world.journal.prepare()
             done = all(s in (State.RUNNING, State.GONE) for s in self.now.values())
             nbytes = sum(g.nbytes or 0 for m in record.members for g in m.gpus)
-            done = self._join(inventory, already=done, group=record.membership.group if record.membership else "", nbytes=nbytes)
+            done = self._join(inventory, already=done, part=part, nbytes=nbytes)
             if done and self.barrier.several:
                 return self._settle([], dict.fromkeys(self.record.found, State.RUNNING))
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
@@ -154,10 +155,13 @@ class Operation(Group):
 
     # On the way.
 
-    def _join(self, inventory: Inventory, *, already: bool, group: str, nbytes: int) -> bool:
+    def _join(self, inventory: Inventory, *, already: bool, part: Part, nbytes: int) -> bool:
         """Meet the other hosts, if there are any. True if nothing is left to do on any."""
+        if not self.barrier.several:
+            return already
         patience_s = self.patience_s(nbytes)
-        return self.barrier.join(inventory, already=already, group=group, deadline=self.deadline, patience_s=patience_s, note=self._note)
+        with self.step("meet"):
+            return self.barrier.join(inventory, already=already, part=part, deadline=self.deadline, patience_s=patience_s, note=self._note)
 
     def _note(self, membership: Membership) -> None:
         """Write down how far the operation of all hosts has come. From the vote on nothing here goes back by itself."""
@@ -346,8 +350,9 @@ class Operation(Group):
     def _not_as_found(error: GpuckptError) -> GpuckptError:
         return errors.NotAsFound(error.message, hint=error.hint or "gpuckpt recover", pid=error.pid, step=error.step)
 
-    def _write_down(self, goal: Mapping[ProcessId, State]) -> None:
-        """Leave the journal telling the truth: who is suspended or lost, or what is unfinished, and nothing of processes that run."""
+    def _write_down(self, goal: Mapping[ProcessId, State], *, held: bool = False) -> None:
+        """Leave the journal telling the truth: who is suspended or lost, or what is unfinished, and nothing of processes that run, but
+        that they are *held*: other hosts still need this one's part to go on."""
         assert self.record is not None
         down = [m for m in self.record.members if m.lost or self.now.get(m.id) in (State.CHECKPOINTED, State.GONE)]
         unfinished = any(self.now.get(p) not in (s, State.GONE) for p, s in goal.items())
@@ -357,12 +362,12 @@ class Operation(Group):
             members = self.record.members
             self.save(status=Status.SUSPENDED, members=tuple(down))
             self.record = dataclasses.replace(self.record, members=members)  # the report is about all of them
-        else:
+        elif not held:
             self.world.journal.remove(*self.record.replaces, self.record.id)
 
     def _end(self, error: GpuckptError, goal: Mapping[ProcessId, State]) -> NoReturn:
         """Write down how things are against *goal*, attach the report, raise *error*."""
-        self._write_down(goal)
+        self._write_down(goal, held=isinstance(error, errors.Held))
         error.report = self._report(ok=False, error=error)
         self._close(error.code)
         raise error

@@ -10,7 +10,7 @@ from gpuckpt import claims, errors
 from gpuckpt.inspect import processes
 from gpuckpt.journal import Member, Record, no_process, void_words
 from gpuckpt.local import LocalWorld
-from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
+from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,8 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
         ):
             continue
         word, note = _word(state, proc.stopped, proc.id in busy, record, member, pid in contexts)
+        if record is not None and record.membership is not None:
+            note = "; ".join(n for n in (note, _with_others(record.membership)) if n)
         rows.append(
             Row(
                 pid,
@@ -125,6 +127,10 @@ def _word(state: State, stopped: bool, busy: bool, record: Record | None, member
     if state is State.LOCKED:
         return "locked", "CUDA calls of the process wait: gpuckpt resume"
     return _plain(state), ""
+
+
+def _with_others(membership: Membership) -> str:
+    return f"{membership.label} of group {membership.group}, {membership.phase}: it is resumed on all of them together"
 
 
 def _plain(state: State) -> str:

@@ -140,11 +140,12 @@ def needs_other_hosts(
 ) -> bool:
     """Whether one host's part of an unfinished operation of several, at *phase* of its membership, waits for the others.
 
-    What goes to its *goal* without a peer, a lock that is undone say, does not. Once voted, the others may have committed a suspend.
+    What goes to its *goal* without a peer, a lock that is undone say, does not. Once voted, the others may have committed a suspend;
+    and a part that runs again is remembered until all do.
     """
     moving = [p for p, state in goal.items() if now[p] is not state]
-    if status is Status.SUSPENDING and phase != "joined":
-        return bool(moving) or any(now[p] is not State.CHECKPOINTED for p in goal)
+    if status is Status.RESUMING or (status is Status.SUSPENDING and phase != "joined"):
+        return any(now[p] is not State.CHECKPOINTED for p in goal)
     harmless = all(now[p] is State.QUIESCED or (now[p] is State.LOCKED and p not in agents) for p in moving)
     return bool(moving) and not (phase == "joined" and harmless)
 

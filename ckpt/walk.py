@@ -99,8 +99,8 @@ class Walk:
             with self.step(phase.call):
                 failed = self._run(phase, gpu_map or {})
             failures += failed
-            if failed and stop:
-                raise failed[0].error
+            if failed and stop:  # who is lost is told, though another's end may have been the cause
+                raise next((f.error for f in failed if isinstance(f.error, errors.Lost)), failed[0].error)
             for f in failed:
                 goal.pop(f.process, None)
         return failures

@@ -190,7 +190,8 @@ class Agent:
             return
         seconds = float(request["seconds"])
         needs = protocol.MOVES[call][0]
-        if self.stage is not needs or self._running or self._prepared or (self.wanted and call == "quiesce"):
+        alone = call == self._running and self._owner is None  # it is at it already, since its controller was gone
+        if (self.stage is not needs or self._running or self._prepared or (self.wanted and call == "quiesce")) and not alone:
             self._answer(connection, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {self.stage}")
             return
         if self._owner is not connection and self._owner is not None and call != "arm":
@@ -221,6 +222,11 @@ class Agent:
 
     def _begin(self, connection: _Connection, call: str, seconds: float) -> None:
         connection.asked, connection.until = call, time.monotonic() + seconds
+        if call == self._running:
+            return  # it will be done
+        if self.stage is protocol.MOVES[call][1]:
+            self._answer(connection, "SUCCESS", "")  # and now it is
+            return
         if call == "quiesce":
             self._visit += 1
             self.wanted = True  # the program's thread answers, when it comes to its safe point

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from gpuckpt import errors
-from gpuckpt.barrier import END
+from gpuckpt.barrier import END, Part
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Call, Inventory, Membership
 from gpuckpt.rendezvous import judge, words
@@ -116,7 +116,7 @@ class Rendezvous:
         inventory: Inventory,
         *,
         already: bool,
-        group: str = "",
+        part: Part,
         deadline: float,
         patience_s: float,
         note: Callable[[Membership], None],
@@ -126,7 +126,9 @@ class Rendezvous:
         self._ranks = _by_pid(inventory)
         info = {
             "already": already,
-            "group": group,
+            "group": part.group,
+            "committed": part.committed,
+            "journal": list(part.journal),
             "patience_s": patience_s,
             "agents": any(p.agent for p in inventory.processes),
             "pids": [p.pid for p in inventory.processes],

@@ -25,24 +25,28 @@ def suspend(infos: Mapping[int, Body]) -> Body:
 
 
 def resume(infos: Mapping[int, Body]) -> Body:
-    """All must have a part in one group. Hosts on which everything runs matter only where the others know a group that they do not."""
-    waiting = [i for i in infos.values() if not i["already"]]
-    groups = {i["group"] for i in waiting}
+    """All that are not running must be of one group; and who knows nothing of it must not have had a part in it.
+
+    A host that was never committed, or that has undone its part, forgets the group.
+    """
+    known = [i for i in infos.values() if i["group"] and not i["already"]]
+    groups = {i["group"] for i in known}
     if len(groups) > 1:
-        a, b = waiting[0], next(i for i in waiting if i["group"] != waiting[0]["group"])
+        a, b = known[0], next(i for i in known if i["group"] != known[0]["group"])
         return _refused(
             "several-hosts",
             f"{name(a)} and {name(b)} would resume groups that were not suspended together; nothing was touched",
             "name processes of the same group on every host: gpuckpt status",
         )
     group = groups.pop() if groups else ""
-    strangers = [i for i in infos.values() if group and i["group"] != group]
-    if strangers:
-        return _refused(
-            "several-hosts",
-            f"{name(strangers[0])} has no part in the group that {name(waiting[0])} would resume; nothing was touched",
-            "name a process of the group on every host: gpuckpt status",
-        )
+    committed = any(i["committed"] for i in known)
+    for i in infos.values():
+        if group and i["group"] != group and (committed or group in i["journal"]):
+            return _refused(
+                "several-hosts",
+                f"what was named on {name(i)} has no part in the group that {name(known[0])} would resume; nothing was touched",
+                "name a process of the group on every host: gpuckpt status",
+            )
     return _go(infos, group)
 
 
