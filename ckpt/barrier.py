@@ -74,8 +74,11 @@ class Barrier(Protocol):
         """Let the others know, who need not wait for us. Does nothing where they know or where the operation is over. Never raises."""
         ...
 
-    def back(self, cause: GpuckptError) -> None:
-        """Everything shall go back, for *cause*. Raises :class:`gpuckpt.errors.Held` where it may not: the others may go forward."""
+    def back(self, cause: GpuckptError, *, stuck: bool) -> None:
+        """Everything shall go back, for *cause*; with *stuck* a process here cannot, so that its peers have nobody to go on with.
+
+        Raises :class:`gpuckpt.errors.Held` where it may not go back: the others may go forward.
+        """
         ...
 
 
@@ -111,4 +114,4 @@ class Alone:
 
     def fail(self, cause: GpuckptError) -> None: ...
 
-    def back(self, cause: GpuckptError) -> None: ...
+    def back(self, cause: GpuckptError, *, stuck: bool) -> None: ...

@@ -272,14 +272,13 @@ class Operation(Group):
     def _undo(self, cause: GpuckptError) -> NoReturn:
         """Take every process back to where it was found, then raise *cause*, or what is worse."""
         assert self.record is not None
+        self.look()
         try:
-            self.barrier.back(cause)
+            self.barrier.back(cause, stuck=any(s not in plan.DEPTH and s is not State.GONE for s in self.now.values()))
         except errors.Held as held:
-            self.look()
             self._end(held, dict.fromkeys(self.now, State.CHECKPOINTED))
         self.record = dataclasses.replace(self.record, status=Status.UNDOING)
         self.save()
-        self.look()
         goal = {p: s for p, s in self.record.found.items() if self.now.get(p) in plan.DEPTH}
         goal, blocked = self._with_room(goal, wait_s=UNDO_WAIT_S)
         try:
@@ -367,7 +366,8 @@ class Operation(Group):
 
     def _end(self, error: GpuckptError, goal: Mapping[ProcessId, State]) -> NoReturn:
         """Write down how things are against *goal*, attach the report, raise *error*."""
-        self._write_down(goal, held=isinstance(error, errors.Held))
+        unfinished_elsewhere = self.command == "resume" and self.barrier.several and self.barrier.committed
+        self._write_down(goal, held=isinstance(error, errors.Held) or unfinished_elsewhere)
         error.report = self._report(ok=False, error=error)
         self._close(error.code)
         raise error

@@ -19,7 +19,6 @@ class FileStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._written = 0
         try:
             with contextlib.suppress(FileExistsError):
                 directory.mkdir(mode=0o700)
@@ -37,8 +36,7 @@ class FileStore:
             return self._read(key, place)
 
     def compare_set(self, key: str, value: bytes) -> bytes:
-        self._written += 1
-        draft = f".{key}.{os.uname().nodename}.{os.getpid()}.{self._written}"
+        draft = f".{key}.{os.urandom(8).hex()}"
         with self._place() as place:
             try:
                 fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=place)

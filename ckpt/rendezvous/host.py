@@ -74,6 +74,7 @@ class Rendezvous:
         self._agents = False
         self._note: Callable[[Membership], None] = lambda _: None
         self._back: list[str] | None = None  # steps of the way back that are still to be agreed on; None on the way forward
+        self._stuck: GpuckptError | None = None  # why a process here cannot go back
         self._over = False
 
     def __enter__(self) -> Rendezvous:
@@ -152,7 +153,7 @@ class Rendezvous:
 
     def before(self, step: str, cause: GpuckptError | None = None) -> None:
         if self._back is not None:
-            self._before_on_the_way_back(step, cause)
+            self._before_on_the_way_back(step, cause or self._stuck)
             return
         steps = self._hosts.steps
         while self._hosts.passed < (steps.index(step) + 1 if step in steps else 1):
@@ -167,8 +168,9 @@ class Rendezvous:
                 self._over = True
                 self._drive(self._hosts.end(self._as_body(cause), held=self._hosts.command == "resume" and self.committed))
 
-    def back(self, cause: GpuckptError) -> None:
+    def back(self, cause: GpuckptError, *, stuck: bool) -> None:
         hosts = self._hosts
+        self._stuck = cause if stuck else None
         if isinstance(cause, errors.Held):
             raise cause
         if not self._over:

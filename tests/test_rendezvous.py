@@ -1,0 +1,343 @@
+"""Several hosts through the real command line: what they agree on, and every way in which one of them can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gpuckpt.model import State
+from tests.conftest import eventually
+from tests.hosts import Cluster
+
+RUNNING, LOCKED, CHECKPOINTED = State.RUNNING, State.LOCKED, State.CHECKPOINTED
+Make = Callable[..., Cluster]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Make]:
+    """Makes clusters: ``cluster(hosts, puppets=0)``."""
+    made: list[Cluster] = []
+
+    def make(hosts: int, **options: int) -> Cluster:
+        made.append(Cluster.make(tmp_path / str(len(made)), hosts, **options))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for c in made:
+            c.close()
+
+
+def test_eight_ranks_on_four_hosts_and_back(cluster: Make) -> None:
+    c = cluster(4)
+    c.one_job(2)
+    down = c.all("suspend")
+    assert [r.code for r in down] == [0] * 4, [r.error for r in down if r.code]
+    assert set(c.states()) == {CHECKPOINTED}
+    (record,) = c.machines[2].records()
+    assert record["schema"] == 2
+    assert record["membership"]["phase"] == "committed"
+    assert (record["membership"]["node"], len(record["membership"]["hosts"])) == (2, 4)
+    pid = c.ranks[2][0].pid
+    alone = c.machines[2].gpuckpt("resume", pid)
+    assert (alone.code, alone.error["code"]) == (6, "several-hosts")
+    assert f"gpuckpt resume {pid} --rendezvous {c.url} --nodes 4 --node-rank 2" in alone.error["hint"]
+    assert "node 2 of 4" in c.machines[2].gpuckpt("status", pid, json=False).stdout
+    assert c.machines[2].gpuckpt("recover").document["recovered"] == []
+    up = c.all("resume")
+    assert [r.code for r in up] == [0] * 4, [r.error for r in up if r.code]
+    assert c.whole()
+    assert not any(m.records() for m in c.machines)
+
+
+def test_asked_twice_it_is_done_once(cluster: Make) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    for command in ("suspend", "resume"):
+        for already in (False, True):
+            results = c.all(command)
+            assert [(r.code, r.document["already"]) for r in results] == [(0, already)] * 2, results
+    assert c.whole()
+
+
+def test_a_failure_on_one_host_is_the_root_cause_on_all(cluster: Make) -> None:
+    c = cluster(2)
+    c.one_job(4 // 2)
+    c.machines[1].world.add_fault("checkpoint", pid=c.ranks[1][1].pid, result="UNKNOWN")
+    first, second = c.all("suspend")
+    assert (first.code, first.error["code"]) == (1, "other-host"), first
+    assert f"(node 1): checkpoint of pid {c.ranks[1][1].pid}" in first.error["message"]
+    assert "rank 3 of tp" in first.error["message"]
+    assert (second.code, second.error["code"]) == (1, "driver-error"), second
+    assert c.whole()
+    assert not any(m.records() for m in c.machines)
+
+
+def test_no_room_on_one_host_restores_none(cluster: Make) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    assert [r.code for r in c.all("suspend")] == [0, 0]
+    filler = c.machines[1].target("--gib", "79.5")
+    first, second = c.all("resume")
+    assert (first.code, first.error["code"], second.code) == (6, "gpu-memory", 6)
+    assert set(c.states()) == {CHECKPOINTED}
+    filler.kill()
+    assert [r.code for r in c.all("resume")] == [0, 0]
+    assert c.whole()
+
+
+def test_a_host_that_never_comes(cluster: Make) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    result = c.begin(0, "suspend", timeout="1s").end()
+    assert (result.code, result.error["code"]) == (124, "host-missing")
+    assert "node 1 has not come" in result.error["message"]
+    assert c.whole()
+    assert not c.machines[0].records()
+    assert [r.code for r in c.all("suspend")] == [0, 0]  # what it left in the store disturbs nobody
+
+
+def test_a_host_that_refuses_tells_the_others(cluster: Make) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    waiting = c.begin(0, "suspend")
+    place = c.path / "shared" / "job"
+    eventually(lambda: place.is_dir() and any(p.name.endswith("inspect.0") for p in place.iterdir()), "node 0 waits")
+    c.ranks[1][0].stop()
+    refused = c.begin(1, "suspend").end()
+    assert (refused.code, refused.error["code"]) == (6, "stopped")
+    result = waiting.end()
+    assert (result.code, result.error["code"]) == (6, "stopped"), result
+    assert f"pid {c.ranks[1][0].pid} is stopped" in result.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("size", "nccl", "said"),
+    [(3, (), "rank 2 of 3 is on none of these hosts"), (2, ("2.30.7", "2.29.7"), "2.29.7 in pid")],
+    ids=["a rank is nowhere", "versions of NCCL"],
+)
+def test_communicators_are_looked_at_over_all_hosts(cluster: Make, size: int, nccl: tuple[str, ...], said: str) -> None:
+    c = cluster(2)
+    c.one_job(1, size, nccl=nccl)
+    for result in c.all("suspend"):
+        assert (result.code, result.error["code"]) == (6, "nccl-communicator"), result
+        assert said in result.error["message"]
+    assert c.whole()
+
+
+def test_one_part_of_a_job_is_refused_without_the_others(cluster: Make) -> None:
+    """Case 43, over hosts."""
+    c = cluster(2)
+    c.one_job(1)
+    result = c.machines[0].gpuckpt("suspend", c.ranks[0][0].pid)
+    assert (result.code, result.error["code"]) == (6, "nccl-communicator")
+    assert "rank 1 of 2 is not in it" in result.error["message"]
+
+
+def killed_at(c: Cluster, step: str) -> None:
+    """Node 1 is killed when it has voted for *step*; then all the others vote for it, and node 0 goes on."""
+    c.own_jobs()
+    puppet = c.puppet()
+    running = [c.begin(h, "suspend", timeout="5s") for h in range(2)]
+    assert puppet.join()["go"]
+    steps = puppet.coordinator.steps
+    puppet.votes(*steps[1 : steps.index(step)])
+    puppet.wait_for_votes(step)
+    running[1].process.kill()
+    running[1].end()
+    assert puppet.vote(step)["go"]
+    result = running[0].end()
+    at, told = c.states(), f"killed at {step}: {result}"
+    if step == "comms":  # everybody is back by themselves
+        assert (result.code, result.error["code"]) == (124, "host-missing"), told
+        assert "(node 1), host puppet (node 2) have not come to the step 'disarm'" in result.error["message"]
+        assert at == [RUNNING, RUNNING]
+        assert not c.machines[0].records()
+    elif step in ("disarm", "lock"):  # nothing was committed: not one byte has left a GPU
+        assert (result.code, result.error["code"]) == (3, "held"), told
+        assert at == [RUNNING, RUNNING]
+    elif step == "checkpoint":  # it may have been committed, as far as node 1 knows, and it was
+        assert (result.code, result.error["code"]) == (3, "held"), told
+        assert "have not come to the step 'end'" in result.error["message"]
+        assert at == [CHECKPOINTED, LOCKED]
+    else:
+        assert result.code == 0, told
+        assert at == [CHECKPOINTED, CHECKPOINTED]
+    recovered = c.machines[1].gpuckpt("recover")
+    assert recovered.code == (3 if step in ("lock", "checkpoint") else 0), recovered
+    if recovered.code:
+        assert recovered.error["code"] == "held"
+        assert f"gpuckpt resume {c.ranks[1][0].pid} --rendezvous" in recovered.error["hint"]
+    back = c.puppet("resume")
+    running = [c.begin(h, "resume") for h in range(2)]
+    verdict = back.join(puppet.coordinator.id)
+    if verdict["go"] and not verdict["already"]:
+        back.votes(*back.coordinator.steps[1:])
+    results = [r.end() for r in running]
+    assert [r.code for r in results] == [0, 0], results
+    assert c.whole()
+    assert not any(m.records() for m in c.machines)
+
+
+def test_a_coordinator_killed_at_each_step(cluster: Make) -> None:
+    steps = ("comms", "disarm", "lock", "checkpoint", "end")
+    clusters = [cluster(2, puppets=1) for _ in steps]
+    with ThreadPoolExecutor(len(steps)) as pool:
+        list(pool.map(killed_at, clusters, steps))
+
+
+def test_ranks_of_a_killed_coordinator_wait_for_their_peers_in_nccl(cluster: Make) -> None:
+    """Killed between comms and disarm, its ranks go back by themselves, and their communicator needs the ranks of the other host."""
+    c = cluster(2, puppets=1)
+    c.one_job(1)
+    puppet = c.puppet()
+    running = [c.begin(h, "suspend", timeout="3s") for h in range(2)]
+    assert puppet.join()["go"]
+    puppet.votes("comms")
+    puppet.wait_for_votes("disarm")
+    running[1].process.kill()
+    running[1].end()
+    assert puppet.vote("disarm")["go"]
+    result = running[0].end()
+    assert (result.code, result.error["code"]) == (3, "held"), result
+    back = c.puppet("resume")
+    running = [c.begin(h, "resume") for h in range(2)]
+    assert back.join(puppet.coordinator.id)["go"]
+    back.votes(*back.coordinator.steps[1:])
+    results = [r.end() for r in running]
+    assert [r.code for r in results] == [0, 0], results
+    assert c.whole()
+
+
+@pytest.mark.parametrize("step", ["lock", "checkpoint"])
+def test_the_shared_directory_vanishes(cluster: Make, step: str) -> None:
+    """Before its vote for the commit a host goes back alone; after it, it holds."""
+    c = cluster(2, puppets=1)
+    c.own_jobs()
+    puppet = c.puppet()
+    running = [c.begin(h, "suspend") for h in range(2)]
+    puppet.join()
+    puppet.votes(*puppet.coordinator.steps[1 : puppet.coordinator.steps.index(step)])
+    puppet.wait_for_votes(step)
+    (c.path / "shared" / "job").rename(c.path / "elsewhere")
+    results = [r.end() for r in running]
+    expected = (1, "rendezvous-lost") if step == "lock" else (3, "held")
+    assert [(r.code, r.error["code"]) for r in results] == [expected] * 2, results
+    assert set(c.states()) == {RUNNING if step == "lock" else LOCKED}
+    if step == "lock":
+        assert c.whole()
+        return
+    c.name = "another"
+    back = c.puppet("resume")
+    running = [c.begin(h, "resume") for h in range(2)]
+    assert back.join(puppet.coordinator.id)["go"]
+    back.votes(*back.coordinator.steps[1:])
+    assert [r.end().code for r in running] == [0, 0]
+    assert c.whole()
+
+
+def test_a_command_that_was_killed_at_the_meeting_gives_way_to_the_next(cluster: Make) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    other = c.begin(1, "suspend")
+    place = c.path / "shared" / "job"
+    stale = c.begin(0, "suspend")
+    # Both are there for a moment only, so the first one is stopped as soon as it has begun to wait for the other's inspection.
+    eventually(lambda: place.is_dir() and any(".inspect." in p.name for p in place.iterdir()), "one waits")
+    stale.process.kill()
+    stale.end()
+    again = c.begin(0, "suspend").end()
+    first = other.end()
+    if first.code == 0:  # the killed one had not come, or it was the other that came to the new meeting
+        assert again.code == 0, again
+    else:
+        assert first.error["code"] in ("other-host", "held", "host-missing"), first
+    c.machines[0].gpuckpt("recover")
+    c.machines[1].gpuckpt("recover")
+    assert [r.code for r in c.all("resume")] == [0, 0]
+    assert c.whole()
+
+
+def test_two_on_one_place(cluster: Make) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    first = c.begin(0, "suspend", timeout="3s")
+    place = c.path / "shared" / "job"
+    eventually(lambda: place.is_dir() and any(p.name.endswith("inspect.0") for p in place.iterdir()), "node 0 waits")
+    c.ranks[0], c.ranks[1] = c.ranks[1], c.ranks[0]
+    c.machines[0], c.machines[1] = c.machines[1], c.machines[0]
+    second = c.begin(0, "suspend", timeout="1s").end()
+    assert (second.code, second.error["code"]) == (124, "concurrent-operation"), second
+    assert "has the place of node 0" in second.error["message"]
+    wrong = c.begin(0, "suspend", timeout="1s", nodes=3).end()
+    assert (wrong.code, wrong.error["code"]) == (2, "usage")
+    assert first.end().code == 124
+    assert c.whole()
+
+
+def key_file(path: Path, mode: int = 0o600) -> Path:
+    path.write_bytes(os.urandom(32))
+    path.chmod(mode)
+    return path
+
+
+def test_keys(cluster: Make, tmp_path: Path) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    ours, theirs = key_file(tmp_path / "ours"), key_file(tmp_path / "theirs")
+    assert [r.code for r in c.all("suspend", "--rendezvous-key", ours)] == [0, 0]
+    assert str(ours) in c.machines[0].gpuckpt("resume", c.ranks[0][0].pid).error["hint"]
+    assert b'"mac": "' + b'"' not in next((c.path / "shared/job").glob("*.end.all")).read_bytes()
+    running = [
+        c.begin(0, "resume", "--rendezvous-key", ours, timeout="1500ms"),
+        c.begin(1, "resume", "--rendezvous-key", theirs, timeout="1500ms"),
+    ]
+    results = [r.end() for r in running]
+    assert "rendezvous-key" in {r.error["code"] for r in results}
+    assert set(c.states()) == {CHECKPOINTED}
+    assert [r.code for r in c.all("resume", "--rendezvous-key", ours)] == [0, 0]
+    assert c.whole()
+
+
+def test_where_others_can_write_a_key_is_needed(cluster: Make, tmp_path: Path) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    place = c.path / "shared" / "job"
+    place.mkdir()
+    place.chmod(0o777)
+    result = c.begin(0, "suspend").end()
+    assert (result.code, result.error["code"]) == (6, "rendezvous-key")
+    readable = c.begin(0, "suspend", "--rendezvous-key", key_file(tmp_path / "key", 0o644)).end()
+    assert (readable.code, readable.error["code"]) == (2, "usage")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--rendezvous", "file:///tmp/x/y"),
+        ("--nodes", "2"),
+        ("--rendezvous", "ftp://x/y", "--nodes", "2"),
+        ("--rendezvous", "file:///tmp/x/y", "--nodes", "1"),
+        ("--rendezvous", "file:///tmp/x/y", "--nodes", "2", "--node-rank", "2"),
+        ("--rendezvous", "file:///tmp/x/y", "--nodes", "2", "--dry-run"),
+        ("--rendezvous", "c10d://localhost:1/y", "--nodes", "2", "--rendezvous-key", "/nowhere"),
+    ],
+)
+def test_words_that_make_no_sense(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from click.testing import CliRunner
+
+    from gpuckpt.cli import common
+    from gpuckpt.cli.suspend import suspend
+
+    monkeypatch.setenv("GPUCKPT_SIMULATE", "/nowhere")
+    seen = []
+    monkeypatch.setattr(common.os, "_exit", lambda code: seen.append(code) or (_ for _ in ()).throw(SystemExit(code)))
+    result = CliRunner().invoke(suspend, ["1", *words, "--json"])
+    assert result.exit_code == 2, result.output
+    assert json.loads(result.stdout)["error"]["code"] == "usage"

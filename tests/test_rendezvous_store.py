@@ -1,0 +1,198 @@
+"""The stores of a rendezvous: one contract for all, and what is special to each. c10d is tested where torch is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpuckpt import errors
+from gpuckpt.rendezvous.file import FileStore
+from gpuckpt.rendezvous.seal import Seal, read_key
+from tests.hosts import Cluster
+from tests.memory_hosts import MemoryStore
+
+if TYPE_CHECKING:
+    from gpuckpt.rendezvous.store import Store
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+Connect = Callable[[], "Store"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def no_wait() -> None:
+    raise errors.RendezvousLost("nobody serves")
+
+
+@pytest.fixture(params=["memory", "file", pytest.param("c10d", marks=needs_torch)])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+    """Gives each caller a store of its own on the same registers."""
+    if request.param == "memory":
+        one = MemoryStore()
+        yield lambda: one
+    elif request.param == "file":
+        yield lambda: FileStore(tmp_path / "job")
+    else:
+        from gpuckpt.rendezvous.c10d import C10dStore
+
+        port = free_port()
+        made: list[C10dStore] = []
+
+        def new() -> C10dStore:
+            made.append(C10dStore("127.0.0.1", port, "job", no_wait))
+            return made[-1]
+
+        yield new
+        for store in reversed(made):
+            store.close()
+
+
+def test_what_was_written_first_stays(connect: Connect) -> None:
+    a, b = connect(), connect()
+    assert b.get("op.lock.0") is None
+    assert a.compare_set("op.lock.0", b"first") == b"first"
+    assert b.compare_set("op.lock.0", b"second") == b"first"
+    assert a.compare_set("op.lock.0", b"first") == b"first"
+    assert b.get("op.lock.0") == b"first"
+    assert b.get("op.lock") is None
+
+
+def test_of_many_writers_one_decides_for_all(connect: Connect) -> None:
+    stores = [connect() for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for turn in range(20):
+            answers = list(pool.map(lambda i, turn=turn: stores[i].compare_set(f"k{turn}", b"%d" % i), range(8)))
+            assert len(set(answers)) == 1
+            assert stores[0].get(f"k{turn}") == answers[0]
+
+
+def test_a_large_value(connect: Connect) -> None:
+    value = b"x" * 200_000
+    assert connect().compare_set("k", value) == value
+    assert connect().get("k") == value
+
+
+def test_a_directory_that_vanishes_or_is_replaced_is_lost(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "job")
+    store.compare_set("k", b"v")
+    (tmp_path / "job").rename(tmp_path / "elsewhere")
+    for again in (False, True):
+        if again:
+            (tmp_path / "job").mkdir()
+        for call in (lambda: store.get("k"), lambda: store.compare_set("other", b"v")):
+            with pytest.raises(errors.RendezvousLost, match="job"):
+                call()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    with pytest.raises(errors.RendezvousLost) as e:
+        FileStore(tmp_path / "not mounted" / "job")
+    assert str(tmp_path / "not mounted") in e.value.hint
+
+
+def test_no_draft_is_left(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "job")
+    store.compare_set("k", b"v")
+    store.compare_set("k", b"w")
+    assert [p.name for p in (tmp_path / "job").iterdir()] == ["k"]
+
+
+def test_seals() -> None:
+    ours = Seal("job", b"k" * 32)
+    data = ours.close("op.lock.0", {"node": 0})
+    assert ours.open("op.lock.0", data) == {"node": 0}
+    forged = data.replace(b'"node": 0', b'"node": 1')
+    for seal, key, value in (
+        (Seal("job", b"other" * 8), "op.lock.0", data),
+        (Seal("job"), "op.lock.0", data),
+        (Seal("other", b"k" * 32), "op.lock.0", data),
+        (ours, "op.lock.1", data),  # a vote, moved
+        (ours, "op.lock.0", forged),
+        (ours, "op.lock.0", b"\x80"),
+        (ours, "op.lock.0", b"[]"),
+        (ours, "op.lock.0", Seal("job").close("op.lock.0", {"node": 0})),
+    ):
+        with pytest.raises(errors.RendezvousKey):
+            seal.open(key, value)
+    with pytest.raises(errors.SeveralHosts, match="version 2"):
+        ours.open("op.lock.0", data.replace(b'"version": 1', b'"version": 2'))
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "said"), [(b"k" * 32, 0o640, "others"), (b"short\n", 0o600, "5 bytes"), (None, 0, "No such file")]
+)
+def test_key_files(tmp_path: Path, content: bytes | None, mode: int, said: str) -> None:
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(mode)
+    with pytest.raises(errors.Usage, match=said):
+        read_key(str(path))
+
+
+def test_without_torch_c10d_says_so() -> None:
+    code = """
+import sys
+sys.modules["torch.distributed"] = None
+from gpuckpt import errors
+from gpuckpt.rendezvous.c10d import C10dStore
+try:
+    C10dStore("127.0.0.1", 1, "job", lambda: None)
+except errors.Usage as e:
+    print(e.hint)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "gpuckpt[torch]" in out
+
+
+@needs_torch
+def test_a_c10d_store_ends_with_its_host() -> None:
+    from gpuckpt.rendezvous.c10d import C10dStore
+
+    port = free_port()
+    serves = C10dStore("127.0.0.1", port, "job", no_wait)
+    joins = C10dStore("127.0.0.1", port, "job", no_wait)
+    assert (serves.serving, joins.serving) == (True, False)
+    assert not serves.open_to_others
+    joins.compare_set("k", b"v")
+    listening = [line.split()[1] for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:] if " 0A " in line]
+    assert [a for a in listening if a.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]  # on no other address
+    serves.close()
+    with pytest.raises(errors.RendezvousLost):
+        joins.get("k")
+
+
+@needs_torch
+def test_two_hosts_over_c10d(tmp_path: Path) -> None:
+    c = Cluster.make(tmp_path, 2)
+    try:
+        c.one_job(1)
+        for command in ("suspend", "resume"):
+            url = f"c10d://127.0.0.1:{free_port()}/job"
+            running = [
+                m.begin(command, here[0].pid, "--rendezvous", url, "--nodes", 2, "--node-rank", h, "--timeout", "30s")
+                for h, (m, here) in enumerate(zip(c.machines, c.ranks, strict=True))
+            ]
+            results = [r.end() for r in running]
+            assert [r.code for r in results] == [0, 0], results
+        assert c.whole()
+        lonely = c.machines[1].gpuckpt(
+            "suspend", c.ranks[1][0].pid, "--rendezvous", "c10d://192.0.2.1:9/job", "--nodes", 2, "--timeout", "1500ms", NO_PROXY=os.devnull
+        )
+        assert (lonely.code, lonely.error["code"]) == (1, "rendezvous-lost"), lonely
+    finally:
+        c.close()
