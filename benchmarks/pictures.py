@@ -1,6 +1,6 @@
-"""Draws docs/img/: two pictures from benchmarks/results/cycles.json, and one of a real run of the command line on simulated GPUs.
+"""Draws docs/img/: pictures from benchmarks/results/, and one of a real run of the command line on simulated GPUs.
 
-usage: pictures.py             timeline.svg and memory.svg
+usage: pictures.py             timeline.svg and memory.svg from cycles.json, rendezvous.svg from rendezvous.json
        pictures.py --check     exit 1 if they are not what the result file says
        pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
 """
@@ -133,6 +133,44 @@ def memory(document: dict[str, Any]) -> str:
     return svg(660, 226, "GPU memory and host memory over the cycles", parts)
 
 
+def rendezvous(document: dict[str, Any]) -> str:
+    """What the hosts of a suspend ask of the store: it grows with the hosts, and not with the ranks on them."""
+    rows = document["memory"]
+    most_hosts, most = max(r["hosts"] for r in rows), max(r["operations"] for r in rows)
+    left, right, top, bottom = 62, 470, 34, 206
+
+    def place(hosts: float, operations: float) -> tuple[float, float]:
+        return left + hosts / most_hosts * (right - left), bottom - operations / most * (bottom - top)
+
+    parts = []
+    for tick in range(0, most + 1, 1000):
+        y = place(0, tick)[1]
+        parts += [
+            f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>',
+            text(left - 8, y + 4, f"{tick:,}", "small end"),
+        ]
+    ranks = sorted({r["ranks_a_host"] for r in rows})
+    points = [place(r["hosts"], r["operations"]) for r in rows if r["ranks_a_host"] == ranks[-1]]
+    parts += [f'<polyline class="gpu" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>']
+    for r in rows:
+        x, y = place(r["hosts"], r["operations"])
+        radius = 2 + 1.5 * ranks.index(r["ranks_a_host"])  # the same number for all: rings round one point
+        words = f"{r['hosts']} hosts of {r['ranks_a_host']} ranks: {r['operations']} operations"
+        parts += [f'<circle class="host" style="stroke-width:1" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"><title>{words}</title></circle>']
+    parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>']
+    parts += [text(place(h, 0)[0], bottom + 16, str(h), "small middle") for h in sorted({r["hosts"] for r in rows}) if h >= 16]
+    parts += [text(right, bottom + 32, "hosts", "small end"), text(left - 40, top - 14, "store operations of one suspend", "small")]
+    parts += [text(left + 16, top + 14, f"rings: {', '.join(map(str, ranks))} ranks a host", "small")]
+    last = {kind: document[kind][-1] for kind in ("memory", "file", "c10d") if kind in document}
+    for i, (kind, words) in enumerate((("memory", "no store"), ("c10d", "TCPStore"), ("file", "directory"))):
+        if kind in last:
+            parts += [text(right + 24, top + 40 + 18 * i, f"{words}: {last[kind]['seconds']:.2f} s", "small")]
+    size = f"{last['memory']['hosts'] * last['memory']['ranks_a_host']:,} ranks on {last['memory']['hosts']} hosts"
+    parts += [text(right + 24, top + 18, size)]
+    parts += [text(right + 24, top + 40 + 18 * 3, f"all hosts together, {document['machine']['cores']} cores", "small")]
+    return svg(680, 246, "Store operations of one suspend, by hosts", parts)
+
+
 def median(runs: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.median(r[key] for r in runs)
 
@@ -187,10 +225,13 @@ def main(arguments: Sequence[str]) -> int:
     if "run" in arguments:
         (IMG / "run.svg").write_text(run(), encoding="utf-8")
         return 0
-    document = json.loads((ROOT / "benchmarks/results/cycles.json").read_text())
     stale = []
-    for name, draw in (("timeline.svg", timeline), ("memory.svg", memory)):
-        path, drawn = IMG / name, draw(document)
+    for name, draw, result in (
+        ("timeline.svg", timeline, "cycles"),
+        ("memory.svg", memory, "cycles"),
+        ("rendezvous.svg", rendezvous, "rendezvous"),
+    ):
+        path, drawn = IMG / name, draw(json.loads((ROOT / f"benchmarks/results/{result}.json").read_text()))
         if not path.exists() or path.read_text(encoding="utf-8") != drawn:
             stale.append(name)
             if "--check" not in arguments:

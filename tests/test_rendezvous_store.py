@@ -169,7 +169,9 @@ def test_a_c10d_store_ends_with_its_host() -> None:
     assert (serves.serving, joins.serving) == (True, False)
     assert not serves.open_to_others
     joins.compare_set("k", b"v")
-    listening = [line.split()[1] for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:] if " 0A " in line]
+    listening = [
+        line.split()[1] for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:] if " 0A " in line
+    ]
     assert [a for a in listening if a.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]  # on no other address
     serves.close()
     with pytest.raises(errors.RendezvousLost):

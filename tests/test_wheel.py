@@ -20,7 +20,7 @@ PACKAGES = {
     "gpuckpt/doctor",
     "gpuckpt/driver",
     "gpuckpt/image",
-    "gpuckpt/inspect",
+    "gpuckpt/inspect", "gpuckpt/rendezvous",
     "gpuckpt/nccl",
     "gpuckpt/supervisor",
 }

@@ -51,7 +51,6 @@ class FileStore:
                         os.link(draft, key, src_dir_fd=place, dst_dir_fd=place)
                 finally:
                     os.unlink(draft, dir_fd=place)
-                os.fsync(place)
             except OSError as e:
                 raise self._lost(e) from e
             held = self._read(key, place)
