@@ -48,6 +48,7 @@ class Barrier(Protocol):
     def join(
         self,
         inventory: Inventory,
+        pid: int,
         *,
         already: bool,
         part: Part,
@@ -57,7 +58,7 @@ class Barrier(Protocol):
     ) -> bool:
         """Return when every host has looked at its part, and all of it may be operated on: True if nothing is left to do on any.
 
-        *patience_s*: how long a driver call may take beyond *deadline*. *note* is called to have
+        *pid*: what a person calls the part by. *patience_s*: how long a driver call may take beyond *deadline*. *note* is called to have
         the membership written down before this host can be committed, and once it is; what it raises before ends the operation.
         """
         ...
@@ -101,6 +102,7 @@ class Alone:
     def join(
         self,
         inventory: Inventory,  # noqa: ARG002 - as the protocol has it
+        pid: int,  # noqa: ARG002
         *,
         already: bool,
         part: Part,  # noqa: ARG002

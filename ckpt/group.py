@@ -10,7 +10,7 @@ from gpuckpt.barrier import Part
 from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import ranks
 from gpuckpt.journal import Member, Record
-from gpuckpt.model import GpuProcess, GpuReport, Hazard, Inventory, ProcessId, ProcessReport, State, Status
+from gpuckpt.model import GpuProcess, GpuReport, Hazard, Inventory, Membership, ProcessId, ProcessReport, State, Status
 from gpuckpt.walk import Walk
 from gpuckpt.words import word
 from gpuckpt.world import Claim
@@ -136,6 +136,24 @@ class Group(Walk):
                 return dataclasses.replace(part, group=record.membership.group, committed=committed)
         return part
 
+    def join(self, inventory: Inventory, pid: int, *, already: bool, part: Part, nbytes: int) -> bool:
+        """Meet the other hosts, if there are any. True if nothing is left to do on any."""
+        if not self.barrier.several:
+            return already
+        patience_s = self.patience_s(nbytes)
+        with self.step("meet"):
+            return self.barrier.join(
+                inventory, pid, already=already, part=part, deadline=self.deadline, patience_s=patience_s, note=self._note
+            )
+
+    def _note(self, membership: Membership) -> None:
+        """Write down how far the operation of all hosts has come. From the vote on nothing here goes back by itself."""
+        if self.command == "suspend":
+            self.save(required=membership.phase == "voted", membership=membership)
+            for guard in self.guards.values():
+                guard.keep()
+            self.guards.clear()
+
     def claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
         return self.world.claim(sorted(processes), self.deadline if until is None else until)
 
@@ -227,3 +245,14 @@ def as_found(inventory: Inventory) -> list[ProcessReport]:
         ProcessReport(p.pid, p.name, word(p.state), tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus), p.host_bytes)
         for p in inventory.processes
     ]
+
+
+def waits_for_others(record: Record, membership: Membership) -> GpuckptError:
+    """Why one host cannot take *record* out of the middle alone."""
+    names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
+    return errors.Held(
+        f"{names}: left in the middle of an operation of {len(membership.hosts)} hosts ({', '.join(membership.hosts)}); "
+        "they come back together with the processes there",
+        hint=f"on this host, and likewise on each other one: {membership.resume_command(record.members[0].id.pid)}",
+        pid=record.members[0].id.pid,
+    )

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from gpuckpt import errors, plan, room
-from gpuckpt.barrier import END, Part
+from gpuckpt.barrier import END
 from gpuckpt.errors import GpuckptError
-from gpuckpt.group import Group, as_found, as_member, total_retained
+from gpuckpt.group import Group, as_found, as_member, total_retained, waits_for_others
 from gpuckpt.journal import Record
-from gpuckpt.model import GpuReport, Inventory, Membership, ProcessId, ProcessReport, Report, State, Status
+from gpuckpt.model import GpuReport, Inventory, ProcessId, ProcessReport, Report, State, Status
 from gpuckpt.walk import Failure
 from gpuckpt.words import word
 
@@ -42,7 +42,7 @@ class Operation(Group):
                 part = self.part_in({p.id for p in inventory.processes})
                 self.refuse(inventory)
                 self.world.journal.prepare()
-                already = self._join(inventory, already=already, part=part, nbytes=sum(p.nbytes for p in inventory.processes))
+                already = self.join(inventory, targets[0], already=already, part=part, nbytes=sum(p.nbytes for p in inventory.processes))
             if already:
                 return self._already(inventory)
             self._begin(inventory)
@@ -86,7 +86,7 @@ class Operation(Group):
                 self.release()  # another command was at it while we waited
                 self.check_deadline("inspect")
             if record is None:
-                if not self._join(inventory, already=True, part=self.part_in(()), nbytes=0):
+                if not self.join(inventory, targets[0], already=True, part=self.part_in(()), nbytes=0):
                     self.agree(END)  # other hosts have something to do: they need our votes
                 here = {g.uuid for p in inventory.processes for g in p.gpus}
                 if not {*(wished or {}).values(), to_gpu} - {""} <= here:
@@ -103,7 +103,7 @@ class Operation(Group):
             self.world.journal.prepare()
             done = all(s in (State.RUNNING, State.GONE) for s in self.now.values())
             nbytes = sum(g.nbytes or 0 for m in record.members for g in m.gpus)
-            done = self._join(inventory, already=done, part=part, nbytes=nbytes)
+            done = self.join(inventory, targets[0], already=done, part=part, nbytes=nbytes)
             if done and self.barrier.several:
                 return self._settle([], dict.fromkeys(self.record.found, State.RUNNING))
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
@@ -132,7 +132,7 @@ class Operation(Group):
             if record.membership is not None and plan.needs_other_hosts(
                 record.status, record.membership.phase, goal, self.now, self.agents
             ):
-                self._end(self._waits_for_others(record, record.membership), goal)
+                self._end(waits_for_others(record, record.membership), goal)
             reachable, blocked = self._with_room(goal, wait_s=0.0)
             failures = self.walk(reachable)
             if blocked is not None and not failures:
@@ -154,32 +154,6 @@ class Operation(Group):
         return self._settle(failures, goal)
 
     # On the way.
-
-    def _join(self, inventory: Inventory, *, already: bool, part: Part, nbytes: int) -> bool:
-        """Meet the other hosts, if there are any. True if nothing is left to do on any."""
-        if not self.barrier.several:
-            return already
-        patience_s = self.patience_s(nbytes)
-        with self.step("meet"):
-            return self.barrier.join(inventory, already=already, part=part, deadline=self.deadline, patience_s=patience_s, note=self._note)
-
-    def _note(self, membership: Membership) -> None:
-        """Write down how far the operation of all hosts has come. From the vote on nothing here goes back by itself."""
-        if self.command == "suspend":
-            self.save(required=membership.phase == "voted", membership=membership)
-            for guard in self.guards.values():
-                guard.keep()
-            self.guards.clear()
-
-    @staticmethod
-    def _waits_for_others(record: Record, membership: Membership) -> GpuckptError:
-        names = ", ".join(f"pid {m.id} ({m.name})" for m in record.members)
-        return errors.Held(
-            f"{names}: left in the middle of an operation of {len(membership.hosts)} hosts ({', '.join(membership.hosts)}); "
-            "they come back together with the processes there",
-            hint=f"on this host, and likewise on each other one: {membership.resume_command(record.members[0].id.pid)}",
-            pid=record.members[0].id.pid,
-        )
 
     def _begin(self, inventory: Inventory) -> None:
         """Write the record that recovery would need, in place of what older ones say."""

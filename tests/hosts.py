@@ -65,12 +65,16 @@ class Cluster:
         for h, machine in enumerate(self.machines):
             self.ranks.append(machine.job(("--agent", f"own{h}", "0", "1") if agents else ()))
 
-    def begin(self, host: int, command: str, *options: object, timeout: str = "20s", nodes: int | None = None) -> Running:
-        words = ["--rendezvous", self.url, "--nodes", nodes or self.nodes, "--node-rank", host, "--timeout", timeout, *options]
+    def begin(
+        self, host: int, command: str, *options: object, timeout: str = "20s", nodes: int | None = None, place: bool = True
+    ) -> Running:
+        words = ["--rendezvous", self.url, "--nodes", nodes or self.nodes, "--timeout", timeout, *options]
+        words += ["--node-rank", host] if place else []
         return self.machines[host].begin(command, self.ranks[host][0].pid, *map(str, words))
 
-    def all(self, command: str, *options: object, timeout: str = "20s") -> list[Result]:
-        running = [self.begin(h, command, *options, timeout=timeout) for h in range(len(self.machines))]
+    def all(self, command: str, *options: object, place: bool = True) -> list[Result]:
+        """*command* on every host; without *place* each takes one that is free."""
+        running = [self.begin(h, command, *options, place=place) for h in range(len(self.machines))]
         return [r.end() for r in running]
 
     def states(self) -> list[State]:
@@ -106,12 +110,20 @@ class Puppet:
 
     def votes(self, *steps: str) -> None:
         for step in steps:
-            assert self.vote(step)["go"]
+            verdict = self.vote(step)
+            assert verdict["go"], verdict
 
-    def wait_for_votes(self, step: str) -> None:
-        """Until every other host has voted for *step*, and waits for us."""
+    def give_up(self, step: str, *, held: bool) -> Body:
+        """At *step* its deadline passes, and node 1 is not there; node 0 is."""
+        self.wait_for_votes(step, 0)
+        verdict = self._drive(self.coordinator.vote(step, 0.0, held=held))
+        assert verdict["cause"]["missing"] == [1], verdict
+        return verdict
+
+    def wait_for_votes(self, step: str, *nodes: int) -> None:
+        """Until every other host, or *nodes*, have voted for *step*, and wait for us."""
         until = self._until()
-        for node in range(self.cluster.nodes):
+        for node in nodes or range(self.cluster.nodes):
             while node != self.node and self.store.get(f"{self.coordinator.id}.{step}.{node}") is None:
                 assert time.monotonic() < until, f"node {node} does not come to {step}"
                 time.sleep(0.005)

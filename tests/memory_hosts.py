@@ -174,6 +174,7 @@ class Hosts:
     seed: int = 0
     store: MemoryStore = field(default_factory=MemoryStore)
     hosts: list[Host] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)  # pids of commands, as hosts on one machine see them
 
     def __post_init__(self) -> None:
         self.ids = itertools.count(1)
@@ -185,7 +186,9 @@ class Hosts:
         """*command* on every host that is not absent, until all have ended."""
         baton = Baton(self.seed)
         work = {}
+        clock = max(h.machine.clock for h in self.hosts)
         for host in self.hosts:
+            host.machine.clock = clock  # it is typed at one moment everywhere
             host.code, host.error, host.report = None, None, None
             if not (host.part.absent and host.troubled):
                 baton.add(host.number, host.machine)
@@ -199,10 +202,7 @@ class Hosts:
         for host in self.hosts:
             host.troubled = False
             host.machine.mend()
-        self.store = MemoryStore()
-        clock = max(h.machine.clock for h in self.hosts)
-        for host in self.hosts:
-            host.machine.clock = clock
+        self.store.gone_at = self.store.torn_at = NEVER
 
     def recover(self) -> None:
         for host in self.hosts:
@@ -221,7 +221,7 @@ class Hosts:
             nodes=len(self.parts),
             node=host.number,
             me={"host": f"host{host.number}", "machine": host.number, "pid": world.me.pid, "start_ticks": 1},
-            dead=lambda who: False,
+            dead=lambda who: who["pid"] in self.ended,
             fresh_id=lambda: f"op{next(self.ids)}",
         )
         try:
@@ -234,6 +234,7 @@ class Hosts:
         except GpuckptError as e:
             host.code, host.error, host.report = exit_code(e), e, e.report
         finally:
+            self.ended.add(world.me.pid)
             try:
                 world.end()
             finally:

@@ -20,8 +20,9 @@ PACKAGES = {
     "gpuckpt/doctor",
     "gpuckpt/driver",
     "gpuckpt/image",
-    "gpuckpt/inspect", "gpuckpt/rendezvous",
+    "gpuckpt/inspect",
     "gpuckpt/nccl",
+    "gpuckpt/rendezvous",
     "gpuckpt/supervisor",
 }
 PRELOAD = "gpuckpt/image/libgpuckpt_preload.abi3.so"

@@ -48,10 +48,12 @@ class Moment:
 Wish = Get | Put | Pause
 Steps = Generator[Wish, Any, T]
 
-#: Steps in order. The first is the meeting: each host has looked at its part. A step is voted for by who is ready to begin it.
+#: Steps in order. A step is voted for by who is ready to begin it. The first two are the meeting: each host has looked at its part; and is
+#: still there, since a vote for the first may be that of a command that was killed while it waited.
+MEETING = ("inspect", "begin")
 STEPS: dict[str, tuple[str, ...]] = {
-    "suspend": ("inspect", "comms", "disarm", "lock", "checkpoint", END),
-    "resume": ("inspect", "restore", "unlock", "arm", "comms-resume", "unquiesce", END),
+    "suspend": (*MEETING, "comms", "disarm", "lock", "checkpoint", END),
+    "resume": (*MEETING, "restore", "unlock", "arm", "comms-resume", "unquiesce", END),
 }
 COMMIT = {"suspend": "checkpoint", "resume": "restore"}
 #: A host that does not count the votes leaves it to node 0 to find out who is missing, for so long, in seconds.
@@ -103,9 +105,11 @@ class Coordinator:
         """Meet the others, and return the verdict of the meeting. Raises :class:`Ended` where there is no place for us by *until*."""
         while True:
             yield from self._enter({**self.me, **info}, until)
-            verdict = yield from self._verdict("inspect", until)
+            verdict = met = self._take((yield from self._verdict("inspect", until)))
+            if verdict["go"]:
+                verdict = yield from self.vote("begin", until)
             if not verdict.get("superseded"):
-                return self._take(verdict)
+                return met if verdict["go"] else verdict
 
     def vote(self, step: str, until: float, *, held: bool = False, patience: int = 0) -> Steps[Body]:
         """Vote for *step*, and return its verdict. At *until*, or after more interruptions than *patience*, try to end the operation:
@@ -148,6 +152,7 @@ class Coordinator:
 
     def _enter(self, info: Body, until: float) -> Steps[None]:
         """Find the operation that waits for us, or begin one, and take our place in it."""
+        self.id, self.passed, self.verdict, self._votes = "", 0, None, {}
         last = yield from self._last()
         op = (yield Get(str(last))) if last >= 0 else None
         while True:
@@ -205,7 +210,7 @@ class Coordinator:
             if verdict is None:
                 return step
             if not verdict["go"]:
-                if step == "inspect" and not verdict.get("superseded"):
+                if step in MEETING and not verdict.get("superseded"):
                     self.earlier = verdict.get("cause")
                 return None
         return None

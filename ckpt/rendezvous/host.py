@@ -115,6 +115,7 @@ class Rendezvous:
     def join(
         self,
         inventory: Inventory,
+        pid: int,
         *,
         already: bool,
         part: Part,
@@ -123,7 +124,7 @@ class Rendezvous:
         note: Callable[[Membership], None],
     ) -> bool:
         self._deadline, self._note = deadline, note
-        self._pid = inventory.processes[0].pid if inventory.processes else 0
+        self._pid = pid
         self._ranks = _by_pid(inventory)
         info = {
             "already": already,
@@ -142,7 +143,7 @@ class Rendezvous:
             raise words.no_place(e.kind, e.body, self._clock.interruptions, self._hosts.nodes) from None
         if not verdict["go"]:
             self._over = True
-            raise words.ended(verdict["cause"], self._where, self._hosts.earlier)
+            raise words.ended(verdict["cause"], self._where, self._hosts.earlier, self._clock.interruptions)
         self._names = tuple(verdict["hosts"])
         self._group = verdict["group"] or self._hosts.id
         self._patience_s, self._agents = verdict["patience_s"], verdict["agents"]
