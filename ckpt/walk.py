@@ -173,12 +173,9 @@ class Walk:
             self.world.wait((), self.world.now() + 0.1)  # its caller was killed: the driver goes on with the call in the target
             state = self.world.states([process])[process]
         self.now[process] = state
-        if (
-            call in (Call.COMMS_RESUME, Call.UNQUIESCE)
-            and outcome.result == "agent:ILLEGAL_STATE"
-            and state in (State.QUIESCED, State.RUNNING)
-        ):
-            return None  # it was quicker: it goes back by itself where a controller was killed
+        quicker = {Call.COMMS_RESUME: (State.QUIESCED, State.RUNNING), Call.UNQUIESCE: (State.RUNNING,)}.get(call, ())
+        if outcome.result == "agent:ILLEGAL_STATE" and state in quicker:
+            return None  # it goes back by itself where a controller was killed
         if state is plan.result(call, agent=process in self.agents) and (
             outcome.result == "VANISHED" or call in (Call.RESTORE, Call.UNLOCK)
         ):
