@@ -232,6 +232,12 @@ class RunNotReady(GpuckptError):
     code = "run-not-ready"
 
 
+class Leased(GpuckptError):
+    """A lease or a swap keeps the run from its GPUs; it stays suspended until that ends."""
+
+    code = "leased"
+
+
 class Interrupted(GpuckptError):
     """Ctrl-C or a signal; everything is as it was found."""
 

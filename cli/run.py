@@ -86,7 +86,7 @@ def run(
     except ImportError as e:
         fail_to_run(as_json, errors.Usage(f"gpuckpt run needs {e.name}, which is not installed", hint="pip install 'gpuckpt[serve]'"))
     from gpuckpt.supervisor import places, vllm
-    from gpuckpt.supervisor.state import Policy
+    from gpuckpt.supervisor.model import Policy
 
     try:
         called = name or places.name_for(list(command))

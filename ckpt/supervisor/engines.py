@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 from gpuckpt.errors import GpuckptError
-from gpuckpt.supervisor.state import Run, RunState
+from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.state import Run
 
 log = logging.getLogger("gpuckpt.run")
 

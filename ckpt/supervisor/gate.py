@@ -20,7 +20,8 @@ from yarl import URL
 
 from gpuckpt.supervisor import paths
 from gpuckpt.supervisor.metrics import Metrics
-from gpuckpt.supervisor.state import Run, RunState
+from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Expired, Full, Unavailable
 from gpuckpt.supervisor.upstream import Upstream
 from gpuckpt.supervisor.websocket import tunnel

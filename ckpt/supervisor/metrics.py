@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from gpuckpt.model import Report
-from gpuckpt.supervisor.state import Run, RunState
+from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.state import Run
 
 if TYPE_CHECKING:
     from gpuckpt.errors import GpuckptError

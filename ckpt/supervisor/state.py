@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
@@ -34,7 +33,9 @@ from gpuckpt.inspect import processes
 from gpuckpt.model import Report
 from gpuckpt.supervisor.child import Child
 from gpuckpt.supervisor.keeper import DEATH_S
-from gpuckpt.supervisor.operate import Worker
+from gpuckpt.supervisor.model import Policy, RunState, Server
+from gpuckpt.supervisor.operate import Worker, held_bytes
+from gpuckpt.supervisor.room import Finder, nothing_to_ask
 from gpuckpt.supervisor.traffic import Traffic
 
 log = logging.getLogger("gpuckpt.run")
@@ -42,46 +43,12 @@ log = logging.getLogger("gpuckpt.run")
 #: How long a stop waits for an operation to go back, in seconds. It is killed as it is then.
 GO_BACK_S = 20.0
 HEALTH_POLL_S = 0.1
+TURN_POLL_S = 0.05
+_NOT_BEGUN = (errors.Interrupted, errors.Leased)  # a resume that was given up before it touched anything
 #: A process that closed its connections because it dies is gone within this time, in seconds.
 DYING_S = 0.1
 #: How long a server may take to answer that it is healthy after it was woken, in seconds.
 HEALTHY_AGAIN_S = 60.0
-
-
-class RunState(enum.StrEnum):
-    STARTING = "starting"
-    AWAKE = "awake"
-    DRAINING = "draining"
-    SUSPENDING = "suspending"
-    SUSPENDED = "suspended"
-    RESUMING = "resuming"
-    FAILED = "failed"
-    STOPPING = "stopping"
-    ENDED = "ended"
-
-
-class Server(Protocol):
-    """What a run asks of the program that it supervises. Calls raise :class:`gpuckpt.errors.ServerRefused`."""
-
-    async def healthy(self) -> bool: ...
-
-    async def sleep(self) -> None:
-        """Before a suspend: give back what it can by itself. No request runs."""
-        ...
-
-    async def wake(self) -> None:
-        """After a resume, or a suspend that did not come about."""
-        ...
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What a person chose. Times in seconds."""
-
-    drain_s: float = 30.0
-    grace_s: float = 10.0
-    timeout_s: float | None = None  # of one operation; None: its own default
-    accept: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -89,6 +56,7 @@ class _Order:
     kind: str
     reason: str
     drain_s: float
+    asked: float = field(default_factory=time.monotonic)
     done: asyncio.Future[Report] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -111,6 +79,13 @@ class Run:
         self._current: asyncio.Task[Report] | None = None
         self._worker: Worker | None = None
         self.pids: list[int] = []  # that the last suspend took off their GPUs
+        self.gpu_bytes: dict[str, int] = {}  # what it holds on each GPU while awake; {} until that is known
+        self.asleep_bytes: dict[str, int] = {}  # what of it the server takes by itself when it is woken
+        self.host_bytes = 0  # what holds it in host memory while it is suspended
+        self.holds: dict[object, str] = {}  # who keeps it from its GPUs, in words: until they let go it is not resumed
+        self.wants_since: float | None = None  # when the resume that is under way was asked for
+        self.turn: Callable[[], Awaitable[bool]] | None = None  # of a run that shares: whether it may take its GPUs now
+        self.make_room: Callable[[], Awaitable[None]] = nothing_to_ask  # and what it does when they are full
         self._news = asyncio.Event()
         traffic.wanted = self.want_awake
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,7 +122,7 @@ class Run:
     def want_awake(self) -> None:
         """A request waits."""
         waking = self._last is not None and self._last.kind == "resume" and not self._last.done.done()
-        if self.state is RunState.STARTING or waking:
+        if self.state is RunState.STARTING or waking or self.holds:
             return
         order = self._enqueue("resume", "request", 0.0)
         order.done.add_done_callback(lambda f: f.cancelled() or f.exception())  # those who wait are told through the door
@@ -161,7 +136,7 @@ class Run:
         self._enter(RunState.STOPPING)
         self.traffic.fail(errors.RunNotReady("the server is being stopped"), for_good=True)
         if self._current is not None:
-            if self._worker is not None:
+            if self._worker is not None and self._worker.busy:
                 self._worker.interrupt()
                 await asyncio.wait({self._current}, timeout=GO_BACK_S)
             else:
@@ -222,11 +197,13 @@ class Run:
             if not isinstance(error, GpuckptError):
                 log.error("%s failed", order.kind, exc_info=error)
                 error = GpuckptError(f"{type(error).__name__}: {error}")
-            if not isinstance(error, errors.RunNotReady):
+            if not isinstance(error, (errors.RunNotReady, *_NOT_BEGUN)):
                 self._tell(order, error, begun)
             if not order.done.done():
                 order.done.set_exception(error)
                 order.done.exception()  # nobody need be listening
+            if isinstance(error, _NOT_BEGUN) and self.traffic.waiting and not self.over:
+                self.want_awake()  # for somebody who came as it was given up
 
     async def _suspend(self, order: _Order) -> Report:
         if self.state is RunState.SUSPENDED:
@@ -252,10 +229,14 @@ class Run:
             slept = True
             await self.server.sleep()
             report = await self._operate("suspend", [self.child.pid])
+            left = held_bytes(report)
+            self.asleep_bytes = {u: max(0, n - left.get(u, 0)) for u, n in self.gpu_bytes.items()}
         except GpuckptError as e:
             self.last_error = e
+            await self._let_go()
             await self._back(e, slept)
             raise
+        await self._let_go()
         self.pids = [p.pid for p in report.processes]
         self.last_error = None
         self._enter(RunState.SUSPENDED)
@@ -284,12 +265,12 @@ class Run:
         cost it its cache. Host memory is judged later: asleep, it needs less."""
         self._worker = Worker()
         try:
-            await self._worker.run("check", [self.child.pid], accept={*self.policy.accept, "host-memory"})
+            self.gpu_bytes = held_bytes(await self._worker.run("check", [self.child.pid], accept={*self.policy.accept, "host-memory"}))
         except GpuckptError as e:
             self.last_error = e
             raise
         finally:
-            self._worker = None
+            await self._let_go()
         if self.over:
             raise errors.RunNotReady(f"the run is {self.state}")
 
@@ -298,15 +279,24 @@ class Run:
             return Report("resume", True, False, already=True)
         if self.state not in (RunState.SUSPENDED, RunState.FAILED):
             raise errors.RunNotReady(f"the run is {self.state}: it cannot be resumed now", hint="gpuckpt status NAME")
-        del order
         begun = time.monotonic()
+        self.wants_since = order.asked
         self._enter(RunState.RESUMING)
+        finder = Finder(lambda: self.unwanted(order), self.make_room)
         try:
-            report = await self._operate("resume", self.pids or [self.child.pid], wait_s=self.traffic.hold_s)
+            await self._come_to_turn(order)
+            async with finder:
+                report = await self._operate("resume", self.pids or [self.child.pid], self.traffic.hold_s, finder.worker)
             gone = [p for p in report.processes if p.state == "gone"]
             if gone:
                 raise errors.Lost(f"pid {gone[0].pid} ({gone[0].name}) ended while it was suspended", pid=gone[0].pid, report=report)
             await self._woken()
+        except (errors.Interrupted, errors.Leased):
+            if finder.waits:
+                words = f"{finder.waits}, until nobody wanted it awake any more; it stays suspended, intact"
+                self.last_error = errors.GpuMemory(words, hint="free the GPU; the next request tries again")
+            self._enter(RunState.SUSPENDED)  # it had not begun: who waits for it goes on waiting
+            raise
         except GpuckptError as e:
             self.last_error = e
             await self._told_if_dead()
@@ -316,24 +306,60 @@ class Run:
                 self._enter(RunState.SUSPENDED)
                 self.traffic.fail(e)
             raise
+        finally:
+            self.wants_since = None
+            await self._let_go()
         self.resume_s = time.monotonic() - begun
         self._awake()
         return report
 
-    async def _operate(self, command: str, pids: list[int], wait_s: float = 0.0) -> Report:
+    def unwanted(self, order: _Order) -> str:
+        """Why a resume that has not begun to restore should not; "" if it should."""
+        if self.holds:
+            return f"its GPUs are held: {next(iter(self.holds.values()))}"
+        return "whoever asked for it has left" if order.reason == "request" and not self.traffic.waiting else ""
+
+    async def _come_to_turn(self, order: _Order) -> None:
+        """Return when nobody with whom it shares its GPUs has waited longer for them."""
+        while True:
+            if why := self.unwanted(order):
+                raise errors.Leased(f"not resumed: {why}", hint="the next request tries again; gpuckpt status NAME")
+            if self.turn is None or await self.turn():
+                return
+            await asyncio.sleep(TURN_POLL_S)
+
+    async def look(self) -> None:
+        """Find out what it holds on its GPUs."""
+        worker = Worker()
+        with contextlib.suppress(GpuckptError):
+            self.gpu_bytes = held_bytes(await worker.run("look", [self.child.pid]))
+        await worker.finish()
+
+    async def _operate(self, command: str, pids: list[int], wait_s: float = 0.0, worker: Worker | None = None) -> Report:
         """The operation; keeps book of whether the child may be down."""
-        self._worker = Worker()
+        self._worker = worker or Worker()
         was, self.down = self.down, True
         try:
-            report = await self._worker.run(command, pids, timeout_s=self.policy.timeout_s, wait_s=wait_s, accept=self.policy.accept)
+            report = await self._worker.run(
+                command,
+                pids,
+                timeout_s=self.policy.timeout_s,
+                wait_s=wait_s,
+                accept=self.policy.accept,
+                reserved=self.asleep_bytes if command == "resume" else {},
+            )
         except GpuckptError as e:
             if e.exit_code != 3:
                 self.down = was  # everything is as it was found
             raise
-        finally:
-            self._worker = None
         self.down = command == "suspend"
+        self.host_bytes = sum(p.host_bytes for p in report.processes) if self.down else 0
         return report
+
+    async def _let_go(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.finish()
 
     async def _woken(self) -> None:
         await self.server.wake()
@@ -379,13 +405,14 @@ class Run:
             await asyncio.sleep(HEALTH_POLL_S)
         if self.state is RunState.STARTING:
             self._awake()
+        await self.look()
 
     async def _end(self) -> None:
         code = await asyncio.shield(self.child.exited)
         was = self.state
         self._enter(RunState.ENDED)
         self.traffic.fail(errors.RunNotReady(f"the server ended with exit code {code} while it was {was}"), for_good=True)
-        if self._worker is not None:
+        if self._worker is not None and self._worker.busy:
             self._worker.interrupt()
         elif self._current is not None:
             self._current.cancel()

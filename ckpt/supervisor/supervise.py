@@ -24,8 +24,9 @@ from gpuckpt.supervisor.control import ControlServer
 from gpuckpt.supervisor.engines import Engines
 from gpuckpt.supervisor.gate import Gate, announce, where
 from gpuckpt.supervisor.metrics import Metrics
+from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.places import Place
-from gpuckpt.supervisor.state import Policy, Run, RunState, Server
+from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
 from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
 
