@@ -46,6 +46,16 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
 @click.option("--upstream", metavar="URL", help="Of another HTTP server: where it listens.")
 @click.option("--health", default="/health", show_default=True, metavar="PATH", help="With --upstream: answers 200 when it can serve.")
 @click.option("--listen", metavar="[HOST:]PORT", help="Where the gate listens. [default: vllm's --host and --port; 127.0.0.1:8000]")
+@click.option("--share", is_flag=True, help="Share its GPUs with other runs: ask idle ones to leave, and leave when asked.")
+@click.option("--pin", is_flag=True, help="Never leave the GPU for another run or a lease.")
+@click.option(
+    "--least-awake",
+    "least_awake_s",
+    type=Duration(),
+    default="2s",
+    show_default=True,
+    help="With --share: stay at least this long, five times as long while requests come.",
+)
 @click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
 @click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the final command and what is added to its environment. Starts nothing.")
@@ -64,6 +74,9 @@ def run(
     upstream: str | None,
     health: str,
     listen: str | None,
+    share: bool,
+    pin: bool,
+    least_awake_s: float,
     keep_child: bool,
     accept_loss: tuple[str, ...],
     dry_run: bool,
@@ -87,6 +100,7 @@ def run(
         fail_to_run(as_json, errors.Usage(f"gpuckpt run needs {e.name}, which is not installed", hint="pip install 'gpuckpt[serve]'"))
     from gpuckpt.supervisor import places, vllm
     from gpuckpt.supervisor.model import Policy
+    from gpuckpt.supervisor.share import Sharing
 
     try:
         called = name or places.name_for(list(command))
@@ -100,8 +114,9 @@ def run(
             if kind == "vllm":
                 prepared = vllm.prepare(command, os.environ, socket, without)
             policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss))
+            sharing = Sharing(share, pin, least_awake_s)
             where = _listen(listen, prepared, kind)
-            return prepared, Options(called, kind, upstream or "", health, where, idle_s, hold_s, max_waiting, keep_child, policy)
+            return prepared, Options(called, kind, upstream or "", health, where, idle_s, hold_s, max_waiting, keep_child, policy, sharing)
 
         if dry_run:
             planned = prepare(str(places.runtime_directory() / f"{called}.XXXXXXXX" / "http.sock"))

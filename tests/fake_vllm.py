@@ -19,6 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gpuckpt.driver.api import CallError
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 
 GIB = 1 << 30
@@ -44,6 +45,11 @@ class Server:
             self.note("computed asleep")
             os._exit(66)
         await asyncio.to_thread(self._call)
+
+    def _take(self, gib: float) -> None:
+        """More of the GPU, or less."""
+        with self.world.transaction() as world:
+            world.rules.alloc(os.getpid(), round(gib * GIB))
 
     def _call(self) -> None:
         with self.world.cuda_call(os.getpid()):
@@ -101,12 +107,20 @@ class Server:
         self.note("sleep", running=self.running, query=dict(request.query))
         await asyncio.sleep(self.options.slow_sleep)
         await asyncio.to_thread(self._call)
+        if not self.sleeping:
+            self._take(-self.options.sleep_frees)
         self.sleeping = True
         return web.Response()
 
     async def wake(self, request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(self.options.slow_wake)
         await asyncio.to_thread(self._call)
+        try:
+            if self.sleeping:
+                self._take(self.options.sleep_frees)
+        except CallError:
+            self.note("out of memory")
+            return web.json_response({"error": "out of memory"}, status=500)
         self.sleeping = False
         self.note("woken")
         return web.Response()
@@ -199,6 +213,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--disable-custom-all-reduce", action="store_true")
     parser.add_argument("--gib", type=float, default=8.0)
+    parser.add_argument("--sleep-frees", type=float, default=0.0, help="GiB, which it takes again when it wakes")
     parser.add_argument("--slow-sleep", type=float, default=0.0)
     parser.add_argument("--slow-wake", type=float, default=0.0)
     parser.add_argument("--slow-load", type=float, default=0.0)

@@ -164,8 +164,9 @@ def main() -> None:
     except errors.GpuckptError as e:
         acted = e.report is not None
         report = e.report or Report(order["command"], False, simulated, error=e.as_dict())
-    print(json.dumps({**report.as_dict(), "acted": acted}), flush=True)
-    sys.stdin.read()  # what it holds is held until nobody has the other end
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        print(json.dumps({**report.as_dict(), "acted": acted}), flush=True)
+        sys.stdin.read()  # what it holds is held until nobody has the other end
     os._exit(0)
 
 

@@ -9,8 +9,9 @@ import logging
 import os
 import resource
 import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +21,15 @@ from gpuckpt import errors
 from gpuckpt.model import Report
 from gpuckpt.supervisor import idle, vllm
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
-from gpuckpt.supervisor.control import ControlServer
+from gpuckpt.supervisor.control import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
 from gpuckpt.supervisor.gate import Gate, announce, where
+from gpuckpt.supervisor.lease import Lease
 from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import Policy, RunState, Server
+from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.places import Place
+from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
 from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
@@ -37,6 +41,8 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 FORWARDED = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
 #: How long answers that are under way may take after the child has ended, in seconds.
 LAST_ANSWERS_S = 0.5
+#: How long a run that shares waits for its GPUs before it starts, in seconds: another may be starting on them.
+START_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Options:
     max_waiting: int = 1000
     keep_child: bool = False
     policy: Policy = field(default_factory=Policy)
+    sharing: Sharing = field(default_factory=Sharing)
 
 
 async def supervise(options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str] = os.environ) -> int:
@@ -63,11 +70,14 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(signum, signals.put_nowait, signum)
     holding = [place.lock_fd]
+    lease = await _unless_told_to_end(_make_room_to_start(options, prepared, environ), signals) if options.sharing.shares else None
     child = await Child.start(prepared.command, {**environ, **prepared.environ}, keep_child=options.keep_child, holding=holding)
     place.note(child.pid)
     log.info("started pid %d as run %s", child.pid, options.name)
     _many_files()
     supervised = _Supervised(options, prepared, place, child)
+    if lease is not None:
+        supervised.run.stand_by(_release_when_started(supervised.run, lease))
     try:
         return await supervised.live(signals)
     finally:
@@ -90,6 +100,7 @@ class _Supervised:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             server = self.upstream = Upstream(options.upstream, connector, health=options.health)
         self.run = Run(child, server, self.traffic, options.policy)
+        self.share = Share(self.run, options.name, options.sharing)
         self.metrics = Metrics(self.run)
         self.engines = Engines(self.run)
         self.run.changed.append(lambda state: log.info("%s", state))
@@ -147,13 +158,17 @@ class _Supervised:
             else:
                 self.child.send(signum)
 
-    async def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, order: dict[str, Any], peer: Peer) -> dict[str, Any]:
         """What the control socket answers."""
         match order["command"]:
             case "suspend":
                 report = await self.run.suspend("command", order.get("drain_s"))
             case "resume":
                 report = await self.run.resume("command")
+            case "give-way":
+                report = await self.share.give_way(order["within_s"])
+            case "hold":
+                report = await self.share.hold(order["gpus"], order["by"], order["within_s"], peer)
             case "stop":
                 await self.run.stop()
                 await self.child.exited
@@ -176,7 +191,51 @@ class _Supervised:
             "listen": where(self.gate.address) if self.gate else None,
             "idle_seconds": self.options.idle_s,
             "last_error": error.as_dict() if error else None,
+            **self.share.facts(),
         }
+
+
+async def _make_room_to_start(options: Options, prepared: vllm.Prepared, environ: Mapping[str, str]) -> Lease:
+    """The GPUs that the command will start on, without other runs. Raises where one of them does not leave in time."""
+    worker = Worker()
+    found = (await worker.run("gpus")).details["gpus"]
+    await worker.finish()
+    gpus = chosen_gpus(found, {**environ, **prepared.environ}, prepared.gpu_count)
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def take() -> None:
+        try:
+            made = Lease(gpus, by=f"run {options.name} is starting", within_s=START_S, but=options.name)
+            loop.call_soon_threadsafe(done.set_result, made)
+        except BaseException as e:  # noqa: BLE001 - it is raised where it is waited for
+            loop.call_soon_threadsafe(done.set_exception, e)
+
+    threading.Thread(target=take, daemon=True).start()  # none that the end of this program would wait for
+    lease: Lease = await done
+    if lease.runs:
+        log.info("kept off the GPU while it starts: %s", ", ".join(lease.runs))
+    return lease
+
+
+async def _unless_told_to_end(waiting: Coroutine[Any, Any, Lease], signals: asyncio.Queue[int]) -> Lease:
+    task = asyncio.create_task(waiting)
+    while True:
+        signal_came = asyncio.create_task(signals.get())
+        await asyncio.wait({task, signal_came}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            signal_came.cancel()
+            return task.result()
+        if (signum := signal_came.result()) in ENDING:
+            error = errors.CannotStart(f"told to end by signal {signum} while it waited for its GPU; nothing was started")
+            error.status = 128 + signum
+            raise error
+
+
+async def _release_when_started(run: Run, lease: Lease) -> None:
+    try:
+        await run.until(*set(RunState) - {RunState.STARTING})
+    finally:
+        lease.release(back=False)
 
 
 def _many_files() -> None:

@@ -10,6 +10,7 @@ The changes are made for reasons that hold for each alone, and each can be refus
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ class Prepared:
     sleeps: bool = False  # whether /sleep and /wake_up are there and of use
     hidden: bool = False  # whether we opened the dev endpoints, which must not be reachable then
     gate: bool = True
+    gpu_count: int | None = None  # how many it uses; None: all that it sees
     warnings: tuple[str, ...] = ()
     changes: dict[str, str] = field(default_factory=dict)  # change -> what it did
 
@@ -117,6 +119,7 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
         sleeps=bool(sleep) and dev == "1" and gate,
         hidden=dev == "1",
         gate=gate,
+        gpu_count=math.prod(_size(options, n) for n in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")),
         warnings=tuple(warnings),
         changes=changes,
     )
@@ -184,16 +187,29 @@ class _Options:
         """(name with dashes, position, values) of each option."""
         found = []
         for at, word in enumerate(self._words):
-            if not word.startswith("--") or word == "--":
+            short, sign, value = word.partition("=")
+            if short in _SHORT:
+                name = _SHORT[short]
+            elif word.startswith("--") and word != "--":
+                name = short[2:]
+            else:
                 continue
-            name, sign, value = word[2:].partition("=")
             values = [value] if sign else []
             for following in self._words[at + 1 :] if not sign else ():
-                if following.startswith("--"):
+                if following.startswith("--") or following in _SHORT:
                     break
                 values.append(following)
             found.append((name.replace("_", "-"), at, values))
         return found
+
+
+#: Short forms of vLLM's options that matter here.
+_SHORT = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
+
+
+def _size(options: _Options, name: str) -> int:
+    text = options.value(name) or "1"
+    return int(text) if text.isdecimal() and int(text) else 1
 
 
 def _port(text: str | None) -> int:
