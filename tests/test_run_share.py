@@ -1,4 +1,4 @@
-"""Runs that do not fit on one GPU together: they take turns, are swapped, and leave it to a lease. Cases of other tools by their reports."""
+"""Runs that do not fit on one GPU together: they take turns, are swapped, and leave it to a lease."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_requester_that_gives_up(stage: Stage) -> None:
         a.until("resuming")
     answer = b.complete(id="here")
     assert answer.json["id"] == "here"
-    assert a.facts["state"] in ("suspended", "awake")
+    eventually(lambda: a.facts["state"] == "suspended", "it is suspended again")
     assert not [n for n in a.notes("begin") if n["path"] == "/v1/completions"]
     sound(a, b)
 
@@ -172,6 +172,17 @@ def test_kill_9_of_the_one_that_waits(stage: Stage) -> None:
     assert b.complete(id=2).status == 200
 
 
+def test_a_suspend_that_fails_half_way_does_not_wake_to_a_full_card(stage: Stage) -> None:
+    """What it gave up asleep another has taken meanwhile: it sleeps on, and is woken when there is room."""
+    a, b = pair(stage)
+    assert b.complete(id=0).status == 200
+    stage.machine.world.add_fault("lock", pid=b.child, result="UNKNOWN", delay_s=2.0)
+    first = a.begin(id=1)
+    assert first.result().status == 200
+    assert b.complete(id=2).status == 200
+    sound(a, b)
+
+
 # Swap.
 
 
@@ -188,7 +199,8 @@ def test_swap(stage: Stage) -> None:
 
 
 def test_where_in_fails_out_comes_back(stage: Stage) -> None:
-    a, b = stage.run(fake=("--status", "/wake_up=500"), name="a").awake().suspended(), stage.run(name="b").awake()
+    stage.run(fake=("--status", "/wake_up=500"), name="a").awake().suspended()
+    b = stage.run(name="b").awake()
     result = stage.gpuckpt("swap", "b", "a", json=False)
     assert result.code == 1
     assert "b is awake again" in result.stderr

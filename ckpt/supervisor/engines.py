@@ -35,7 +35,7 @@ class Engines:
         if state is RunState.AWAKE:
             self.follow([p for p in self._run.child.tree() if _title(p).startswith(TITLE)])
         elif state is RunState.SUSPENDED:
-            self.follow(self._run.pids)
+            self.follow(self._run.holdings.pids)
 
     def follow(self, pids: list[int]) -> None:
         for pid in pids:

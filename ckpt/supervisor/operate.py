@@ -12,14 +12,12 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuckpt import errors
 from gpuckpt.model import GpuReport, Hazard, ProcessReport, Report, Step
-
-if TYPE_CHECKING:
-    from gpuckpt.walk import Progress
 
 #: How long an operation may take at the very most, in seconds. It has deadlines of its own; this is for where it never gets to them.
 LIMIT_S = 1800.0
@@ -51,7 +49,8 @@ class Worker:
         accept: Collection[str] = (),
         reserved: Mapping[str, int] | None = None,
     ) -> Report:
-        """Suspend or resume the tree of *pids*; "check" whether a suspend would be refused; "look" what they hold; or name the "gpus".
+        """Suspend or resume the tree of *pids*; "check" whether a suspend would be refused; "look" what they hold; hold GPUs once
+        they have "room"; or name the "gpus".
 
         *reserved*: bytes on each GPU that a resume must find free beyond what the driver puts back.
 
@@ -174,11 +173,16 @@ def _operate(command: str, pids: list[int], timeout_s: float | None, wait_s: flo
     from gpuckpt.group import as_found
     from gpuckpt.operation import Operation
     from gpuckpt.supervisor.reserve import ReservingWorld
+    from gpuckpt.walk import Progress
 
-    with ReservingWorld(command, reserved) as world, world.interruptible():
+    reserving = ReservingWorld(command, reserved)
+    with reserving as world, world.interruptible():
         if command == "gpus":
             found = [{"uuid": g.uuid, "index": g.index} for g in world.gpus()]
             return Report(command, True, world.simulated, details={"gpus": found})
+        if command == "room":
+            reserving.claim_room(time.monotonic() + wait_s, lambda waits: _tell(Progress("room", waits)))
+            return Report(command, True, world.simulated)
         operation = Operation(world, command, timeout_s=timeout_s, accept=frozenset(accept), tell=_tell)
         if command in ("check", "look"):
             inventory = operation.inspected(pids)
@@ -188,7 +192,7 @@ def _operate(command: str, pids: list[int], timeout_s: float | None, wait_s: flo
         return operation.suspend(pids) if command == "suspend" else operation.resume(pids, wait_s=wait_s)
 
 
-def _tell(progress: Progress) -> None:
+def _tell(progress: Any) -> None:
     with contextlib.suppress(OSError):  # nobody listens any more, and the operation goes on
         print(json.dumps({"progress": [progress.step, progress.message]}), flush=True)
 

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from gpuckpt import errors
 from gpuckpt.claims import FileClaim
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu
+from gpuckpt.words import size
+
+#: What must be free beyond what is reserved, and how long another's resume on the same GPU is waited for, in seconds.
+MARGIN_BYTES = 256 << 20
+CLAIM_S = 30.0
 
 
 class ReservingWorld(LocalWorld):
@@ -27,6 +33,17 @@ class ReservingWorld(LocalWorld):
             g if g.free_bytes is None else dataclasses.replace(g, free_bytes=max(0, g.free_bytes - self._reserved.get(g.uuid, 0)))
             for g in super().gpus()
         )
+
+    def claim_room(self, until: float, waits: Callable[[str], None]) -> None:
+        """Hold the GPUs on which something is reserved, once each has room for that. Raises :class:`gpuckpt.errors.GpuMemory`."""
+        self.claim_gpus([g for g in self.gpus() if g.uuid in self._reserved], max(until, self.now() + CLAIM_S))
+        while short := next((g for g in self.gpus() if self._reserved.get(g.uuid) and (g.free_bytes or 0) < MARGIN_BYTES), None):
+            words = f"{short.label} has no room for the {size(self._reserved[short.uuid])} that the server takes when it wakes up"
+            if self.now() >= until or self.interruptions:
+                cls = errors.Interrupted if self.interruptions else errors.GpuMemory
+                raise cls(f"{words}; it sleeps on, intact", hint="free the GPU; the next request tries again", gpu=short.uuid)
+            waits(f"waiting for room: {words}")
+            self.wait((), min(until, self.now() + 0.2))
 
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> FileClaim:
         claim = super().claim_gpus(gpus, until)

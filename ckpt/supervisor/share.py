@@ -63,8 +63,8 @@ class Share:
         return {
             "shares": self.sharing.shares,
             "pinned": self.sharing.pinned,
-            "gpu_bytes": self.run.gpu_bytes,
-            "host_bytes": self.run.host_bytes,
+            "gpu_bytes": self.run.holdings.gpu_bytes,
+            "host_bytes": self.run.holdings.host_bytes,
             "wants_since": self.run.wants_since,
             "used_at": time.monotonic() if traffic.running or traffic.waiting else traffic.last_end,
             "held_by": next(iter(self.run.holds.values()), None),
@@ -106,7 +106,8 @@ class Share:
 
     def _meets(self, other: Mapping[str, Any]) -> bool:
         """Whether it is on a GPU of ours. What is not known yet may be anywhere."""
-        return not other["gpu_bytes"] or not self.run.gpu_bytes or bool(other["gpu_bytes"].keys() & self.run.gpu_bytes.keys())
+        ours, theirs = self.run.holdings.gpu_bytes, other["gpu_bytes"]
+        return not ours or not theirs or bool(ours.keys() & theirs.keys())
 
     # As the one that is asked.
 
@@ -146,9 +147,9 @@ class Share:
                 await asyncio.wait_for(run.until(*set(RunState) - {RunState.STARTING}), within_s)
             except TimeoutError:
                 raise errors.Deadline(f"the run {self.name!r} was still starting after {within_s:g} s") from None
-        if gpus is not None and not run.gpu_bytes and run.state is RunState.AWAKE:
-            await run.look()
-        if run.over or run.child.owns(peer.pid) or (gpus is not None and not set(gpus) & set(run.gpu_bytes)):
+        if gpus is not None and not run.holdings.gpu_bytes and run.state is RunState.AWAKE:
+            await run.holdings.look()
+        if run.over or run.child.owns(peer.pid) or (gpus is not None and not set(gpus) & set(run.holdings.gpu_bytes)):
             return Report("hold", True, False, details={"held": False})
         if self.sharing.pinned and gpus is not None:
             raise errors.RunNotReady(f"the run {self.name!r} is pinned to its GPU", hint=f"gpuckpt suspend {self.name}, or stop it")

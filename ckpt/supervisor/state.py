@@ -32,9 +32,9 @@ from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import processes
 from gpuckpt.model import Report
 from gpuckpt.supervisor.child import Child
+from gpuckpt.supervisor.holdings import Holdings
 from gpuckpt.supervisor.keeper import DEATH_S
 from gpuckpt.supervisor.model import Policy, RunState, Server
-from gpuckpt.supervisor.operate import Worker, held_bytes
 from gpuckpt.supervisor.room import Finder, nothing_to_ask
 from gpuckpt.supervisor.traffic import Traffic
 
@@ -67,7 +67,6 @@ class Run:
         self.child, self.server, self.traffic, self.policy = child, server, traffic, policy
         self.state = RunState.STARTING
         self.since = time.monotonic()
-        self.down = False  # whether GPU state of the child may be elsewhere than on its GPUs
         self.killed_for: int | None = None  # the signal for whose sake a suspended child was killed
         self.resume_s = 0.0  # what the last resume took
         self.last_error: GpuckptError | None = None
@@ -77,11 +76,7 @@ class Run:
         self._orders: asyncio.Queue[_Order] = asyncio.Queue()
         self._last: _Order | None = None
         self._current: asyncio.Task[Report] | None = None
-        self._worker: Worker | None = None
-        self.pids: list[int] = []  # that the last suspend took off their GPUs
-        self.gpu_bytes: dict[str, int] = {}  # what it holds on each GPU while awake; {} until that is known
-        self.asleep_bytes: dict[str, int] = {}  # what of it the server takes by itself when it is woken
-        self.host_bytes = 0  # what holds it in host memory while it is suspended
+        self.holdings = Holdings(child.pid, timeout_s=policy.timeout_s, accept=policy.accept)
         self.holds: dict[object, str] = {}  # who keeps it from its GPUs, in words: until they let go it is not resumed
         self.wants_since: float | None = None  # when the resume that is under way was asked for
         self.turn: Callable[[], Awaitable[bool]] | None = None  # of a run that shares: whether it may take its GPUs now
@@ -136,13 +131,12 @@ class Run:
         self._enter(RunState.STOPPING)
         self.traffic.fail(errors.RunNotReady("the server is being stopped"), for_good=True)
         if self._current is not None:
-            if self._worker is not None and self._worker.busy:
-                self._worker.interrupt()
+            if self.holdings.interrupt():
                 await asyncio.wait({self._current}, timeout=GO_BACK_S)
             else:
                 self._current.cancel()
                 await asyncio.wait({self._current}, timeout=1.0)
-        if self.down:
+        if self.holdings.down:
             log.info("stopping: it was %s, so it is killed without being restored", was)
             self.killed_for = signum
             self.child.kill()
@@ -206,73 +200,73 @@ class Run:
                 self.want_awake()  # for somebody who came as it was given up
 
     async def _suspend(self, order: _Order) -> Report:
-        if self.state is RunState.SUSPENDED:
+        if self.state is RunState.SUSPENDED and self.holdings.down:
             return Report("suspend", True, False, already=True)
-        if self.state is not RunState.AWAKE:
+        if self.state not in (RunState.AWAKE, RunState.SUSPENDED):
             raise errors.RunNotReady(
                 f"the run is {self.state}: it cannot be suspended now", hint="gpuckpt status NAME tells when it is awake"
             )
-        begun = time.monotonic()
-        await self._check()
-        if order.reason == "idle" and (self.traffic.running or self.traffic.last_end > begun):
-            raise errors.RunNotReady("a request came: it is not idle any more")
-        self.traffic.close()
-        self._enter(RunState.DRAINING)
-        slept = False
+        slept = self.state is RunState.SUSPENDED  # the last suspend failed, and there was no room for it to wake up
         try:
-            if not await self.traffic.quiet(order.drain_s):
-                raise errors.StillServing(
-                    f"{self.traffic.running} requests were still running after {order.drain_s:g} s; the server was left awake",
-                    hint="wait for them, or give a longer --drain",
-                )
-            self._enter(RunState.SUSPENDING)
-            slept = True
-            await self.server.sleep()
-            report = await self._operate("suspend", [self.child.pid])
-            left = held_bytes(report)
-            self.asleep_bytes = {u: max(0, n - left.get(u, 0)) for u, n in self.gpu_bytes.items()}
+            if not slept:
+                await self._drain(order)
+                self._enter(RunState.SUSPENDING)
+                slept = True
+                await self.server.sleep()
+            report = await self.holdings.suspend()
+        except errors.RunNotReady:
+            raise
         except GpuckptError as e:
             self.last_error = e
-            await self._let_go()
-            await self._back(e, slept)
+            if self.state is not RunState.AWAKE:
+                await self._back(e, slept)
             raise
-        await self._let_go()
-        self.pids = [p.pid for p in report.processes]
+        finally:
+            await self.holdings.let_go()
         self.last_error = None
         self._enter(RunState.SUSPENDED)
         if self.traffic.waiting:
             self.want_awake()
         return report
 
+    async def _drain(self, order: _Order) -> None:
+        """Return with the door closed and nobody inside. What will be refused in any case is refused while requests still run: the
+        server is not put to sleep for nothing, which would cost it its cache."""
+        begun = time.monotonic()
+        await self.holdings.check()
+        if self.over:
+            raise errors.RunNotReady(f"the run is {self.state}")
+        if order.reason == "idle" and (self.traffic.running or self.traffic.last_end > begun):
+            raise errors.RunNotReady("a request came: it is not idle any more")
+        self.traffic.close()
+        self._enter(RunState.DRAINING)
+        if not await self.traffic.quiet(order.drain_s):
+            raise errors.StillServing(
+                f"{self.traffic.running} requests were still running after {order.drain_s:g} s; the server was left awake",
+                hint="wait for them, or give a longer --drain",
+            )
+
     async def _back(self, cause: GpuckptError, slept: bool) -> None:
         """After a suspend that did not come about: serve again, if the child is as it was found."""
         if self.over:
             return
-        if self.down:
+        if self.holdings.down:
             self._fail(cause)
             return
         try:
             if slept:
+                await self.holdings.room()
                 await self._woken()
         except errors.ServerRefused as e:
             cause.add_note(f"and then it did not wake up: {e.message}")
             self._fail(e)
+        except GpuckptError as e:
+            cause.add_note(f"and it sleeps on, since another took what it had left: {e.message}")
+            self._enter(RunState.SUSPENDED)
+            if self.traffic.waiting:
+                self.want_awake()
         else:
             self._awake()
-
-    async def _check(self) -> None:
-        """Raise what will be refused in any case, while requests still run: the server is not put to sleep for nothing, which would
-        cost it its cache. Host memory is judged later: asleep, it needs less."""
-        self._worker = Worker()
-        try:
-            self.gpu_bytes = held_bytes(await self._worker.run("check", [self.child.pid], accept={*self.policy.accept, "host-memory"}))
-        except GpuckptError as e:
-            self.last_error = e
-            raise
-        finally:
-            await self._let_go()
-        if self.over:
-            raise errors.RunNotReady(f"the run is {self.state}")
 
     async def _resume(self, order: _Order) -> Report:
         if self.state is RunState.AWAKE:
@@ -286,10 +280,8 @@ class Run:
         try:
             await self._come_to_turn(order)
             async with finder:
-                report = await self._operate("resume", self.pids or [self.child.pid], self.traffic.hold_s, finder.worker)
-            gone = [p for p in report.processes if p.state == "gone"]
-            if gone:
-                raise errors.Lost(f"pid {gone[0].pid} ({gone[0].name}) ended while it was suspended", pid=gone[0].pid, report=report)
+                bring = self.holdings.resume if self.holdings.down else self.holdings.room
+                report = await bring(self.traffic.hold_s, finder.worker)
             await self._woken()
         except (errors.Interrupted, errors.Leased):
             if finder.waits:
@@ -300,7 +292,7 @@ class Run:
         except GpuckptError as e:
             self.last_error = e
             await self._told_if_dead()
-            if isinstance(e, errors.ServerRefused) or (self.down and e.exit_code == 3):
+            if isinstance(e, errors.ServerRefused) or (self.holdings.down and e.exit_code == 3):
                 self._fail(e)
             else:
                 self._enter(RunState.SUSPENDED)
@@ -308,7 +300,7 @@ class Run:
             raise
         finally:
             self.wants_since = None
-            await self._let_go()
+            await self.holdings.let_go()
         self.resume_s = time.monotonic() - begun
         self._awake()
         return report
@@ -327,39 +319,6 @@ class Run:
             if self.turn is None or await self.turn():
                 return
             await asyncio.sleep(TURN_POLL_S)
-
-    async def look(self) -> None:
-        """Find out what it holds on its GPUs."""
-        worker = Worker()
-        with contextlib.suppress(GpuckptError):
-            self.gpu_bytes = held_bytes(await worker.run("look", [self.child.pid]))
-        await worker.finish()
-
-    async def _operate(self, command: str, pids: list[int], wait_s: float = 0.0, worker: Worker | None = None) -> Report:
-        """The operation; keeps book of whether the child may be down."""
-        self._worker = worker or Worker()
-        was, self.down = self.down, True
-        try:
-            report = await self._worker.run(
-                command,
-                pids,
-                timeout_s=self.policy.timeout_s,
-                wait_s=wait_s,
-                accept=self.policy.accept,
-                reserved=self.asleep_bytes if command == "resume" else {},
-            )
-        except GpuckptError as e:
-            if e.exit_code != 3:
-                self.down = was  # everything is as it was found
-            raise
-        self.down = command == "suspend"
-        self.host_bytes = sum(p.host_bytes for p in report.processes) if self.down else 0
-        return report
-
-    async def _let_go(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            await worker.finish()
 
     async def _woken(self) -> None:
         await self.server.wake()
@@ -405,16 +364,15 @@ class Run:
             await asyncio.sleep(HEALTH_POLL_S)
         if self.state is RunState.STARTING:
             self._awake()
-        await self.look()
+        with contextlib.suppress(GpuckptError):  # it may hold nothing yet
+            await self.holdings.look()
 
     async def _end(self) -> None:
         code = await asyncio.shield(self.child.exited)
         was = self.state
         self._enter(RunState.ENDED)
         self.traffic.fail(errors.RunNotReady(f"the server ended with exit code {code} while it was {was}"), for_good=True)
-        if self._worker is not None and self._worker.busy:
-            self._worker.interrupt()
-        elif self._current is not None:
+        if not self.holdings.interrupt() and self._current is not None:
             self._current.cancel()
         while not self._orders.empty():
             order = self._orders.get_nowait()
