@@ -179,6 +179,7 @@ def test_a_suspend_that_fails_half_way_does_not_wake_to_a_full_card(stage: Stage
     stage.machine.world.add_fault("lock", pid=b.child, result="UNKNOWN", delay_s=2.0)
     first = a.begin(id=1)
     assert first.result().status == 200
+    eventually(lambda: "it sleeps on" in b.stderr, "its suspend failed, and there was no room for it to wake up")
     assert b.complete(id=2).status == 200
     sound(a, b)
 

@@ -250,4 +250,5 @@ def _log_outcome(operation: str, reason: str, outcome: Report | errors.GpuckptEr
         steps = ", ".join(f"{s.name} {s.seconds:.2f} s" for s in outcome.steps)
         log.info("%s (%s) in %.2f s: %s", operation, reason, seconds, steps)
     else:
-        log.warning("%s (%s) failed: %s [%s]", operation, reason, outcome.message, outcome.code)
+        notes = "".join(f"; {n}" for n in getattr(outcome, "__notes__", ()))
+        log.warning("%s (%s) failed: %s%s [%s]", operation, reason, outcome.message, notes, outcome.code)
