@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpuckpt.supervisor.places import Place
     from gpuckpt.supervisor.supervise import Options
 
-CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
+CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

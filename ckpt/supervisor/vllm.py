@@ -6,6 +6,8 @@ The changes are made for reasons that hold for each alone, and each can be refus
 ``dev-mode``            ``VLLM_SERVER_DEV_MODE=1``: the endpoints ``/sleep`` and ``/wake_up``, which only the gate reaches
 ``sleep-mode``          ``--enable-sleep-mode``: weights leave at link speed, the cache is dropped, the driver copies only the rest
 ``custom-all-reduce``   ``--disable-custom-all-reduce``: it shares GPU memory between processes, which no checkpoint survives
+``nccl``                on several GPUs: the variables of ``gpuckpt env --vllm``, so that NCCL's communicators can be suspended
+``agent``               on several GPUs: ``GPUCKPT_AGENT=1``, an agent in each worker, which suspends them
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuckpt import errors
+from gpuckpt.nccl import environment
 
 if TYPE_CHECKING:
     from gpuckpt.supervisor.upstream import Upstream
 
-CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
+CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent")
+AGENT = "GPUCKPT_AGENT"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 API_KEY = "VLLM_API_KEY"
 DEFAULT_PORT = 8000
@@ -109,6 +113,9 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
     elif reduce is None and "custom-all-reduce" not in without:
         words.append("--disable-custom-all-reduce")
         changes["custom-all-reduce"] = "--disable-custom-all-reduce"
+    count = math.prod(_size(options, n) for n in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"))
+    if count > 1:
+        _for_several_gpus(environ, without, added, changes, warnings)
     gate = "gate" not in without
     return Prepared(
         tuple(words),
@@ -119,10 +126,25 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
         sleeps=bool(sleep) and dev == "1" and gate,
         hidden=dev == "1",
         gate=gate,
-        gpu_count=math.prod(_size(options, n) for n in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")),
+        gpu_count=count,
         warnings=tuple(warnings),
         changes=changes,
     )
+
+
+def _for_several_gpus(
+    environ: Mapping[str, str], without: Collection[str], added: dict[str, str], changes: dict[str, str], warnings: list[str]
+) -> None:
+    """What lets communicators be suspended. What the user set stays, with a warning where that is in the way."""
+    if "nccl" not in without:
+        merged, said = environment.merged(environ, for_vllm=True)
+        wanted = {k: v for k, v in merged.items() if k not in environ}
+        added.update(wanted)
+        warnings += said
+        changes["nccl"] = " ".join(f"{k}={v}" for k, v in wanted.items())
+    if "agent" not in without and AGENT not in environ:
+        added[AGENT] = "1"
+        changes["agent"] = f"{AGENT}=1"
 
 
 class Vllm:
