@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from gpuckpt import errors
-from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, warn
+from gpuckpt.cli.common import Duration, Size, execute, fail, finish, json_option, warn
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 
 if TYPE_CHECKING:
@@ -56,6 +56,13 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
     show_default=True,
     help="With --share: stay at least this long, five times as long while requests come.",
 )
+@click.option(
+    "--host-budget",
+    "host_budget_bytes",
+    type=Size(),
+    metavar="SIZE",
+    help="Host memory that all your runs together may hold while suspended. [default: what is available]",
+)
 @click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
 @click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the final command and what is added to its environment. Starts nothing.")
@@ -77,6 +84,7 @@ def run(
     share: bool,
     pin: bool,
     least_awake_s: float,
+    host_budget_bytes: int | None,
     keep_child: bool,
     accept_loss: tuple[str, ...],
     dry_run: bool,
@@ -116,7 +124,9 @@ def run(
             policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss))
             sharing = Sharing(share, pin, least_awake_s)
             where = _listen(listen, prepared, kind)
-            return prepared, Options(called, kind, upstream or "", health, where, idle_s, hold_s, max_waiting, keep_child, policy, sharing)
+            return prepared, Options(
+                called, kind, upstream or "", health, where, idle_s, hold_s, max_waiting, keep_child, policy, sharing, host_budget_bytes
+            )
 
         if dry_run:
             planned = prepare(str(places.runtime_directory() / f"{called}.XXXXXXXX" / "http.sock"))

@@ -48,18 +48,20 @@ class Worker:
         wait_s: float = 0.0,
         accept: Collection[str] = (),
         reserved: Mapping[str, int] | None = None,
+        host_left: tuple[int, str] | None = None,
     ) -> Report:
         """Suspend or resume the tree of *pids*; "check" whether a suspend would be refused; "look" what they hold; hold GPUs once
         they have "room"; or name the "gpus".
 
-        *reserved*: bytes on each GPU that a resume must find free beyond what the driver puts back.
+        *reserved*: bytes on each GPU that a resume must find free beyond what the driver puts back. *host_left*: bytes of host memory
+        that a suspend may take, and in words why not more; what it will take is told as the step "host-memory", before it locks.
 
         Raises what the operation raised, with its ``report`` if it had begun to act.
 
         Raises :class:`gpuckpt.errors.InFlight` where it does not answer within :data:`LIMIT_S`; it is left to itself then.
         """
         order: dict[str, Any] = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
-        order["reserved"] = dict(reserved or {})
+        order |= {"reserved": dict(reserved or {}), "host_left": host_left}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # nothing in the directory where we were started takes the place of a module
@@ -169,13 +171,21 @@ def main() -> None:
     os._exit(0)
 
 
-def _operate(command: str, pids: list[int], timeout_s: float | None, wait_s: float, accept: list[str], reserved: dict[str, int]) -> Report:
+def _operate(
+    command: str,
+    pids: list[int],
+    timeout_s: float | None,
+    wait_s: float,
+    accept: list[str],
+    reserved: dict[str, int],
+    host_left: tuple[int, str] | None,
+) -> Report:
     from gpuckpt.group import as_found
     from gpuckpt.operation import Operation
     from gpuckpt.supervisor.reserve import ReservingWorld
     from gpuckpt.walk import Progress
 
-    reserving = ReservingWorld(command, reserved)
+    reserving = ReservingWorld(command, reserved, host_left, lambda nbytes: _tell(Progress("host-memory", str(nbytes))))
     with reserving as world, world.interruptible():
         if command == "gpus":
             found = [{"uuid": g.uuid, "index": g.index} for g in world.gpus()]

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from gpuckpt import errors
 from gpuckpt.claims import FileClaim
 from gpuckpt.local import LocalWorld
-from gpuckpt.model import Gpu
+from gpuckpt.model import Gpu, GpuProcess, Hazard, HostRoom
+from gpuckpt.supervisor.budget import HINT
 from gpuckpt.words import size
 
 #: What must be free beyond what is reserved, and how long another's resume on the same GPU is waited for, in seconds.
@@ -21,11 +22,14 @@ CLAIM_S = 30.0
 
 
 class ReservingWorld(LocalWorld):
-    """Counts *reserved* bytes on each GPU as taken, and holds the GPUs of a restore for as long as this process lives."""
+    """Counts *reserved* bytes on each GPU as taken, and holds the GPUs of a restore for as long as this process lives.
 
-    def __init__(self, command: str, reserved: Mapping[str, int]) -> None:
+    A suspend may take no more host memory than *host_left* says; *told* is called with what it is going to take.
+    """
+
+    def __init__(self, command: str, reserved: Mapping[str, int], host_left: tuple[int, str] | None, told: Callable[[int], None]) -> None:
         super().__init__(command=command)
-        self._reserved = reserved
+        self._reserved, self._host_left, self._told = reserved, host_left, told
         self._kept: list[int] = []
 
     def gpus(self) -> tuple[Gpu, ...]:
@@ -33,6 +37,16 @@ class ReservingWorld(LocalWorld):
             g if g.free_bytes is None else dataclasses.replace(g, free_bytes=max(0, g.free_bytes - self._reserved.get(g.uuid, 0)))
             for g in super().gpus()
         )
+
+    def _host_room(self, members: Sequence[GpuProcess]) -> tuple[int, HostRoom | None, list[Hazard]]:
+        needed, room, short = super()._host_room(members)
+        if self._host_left is not None and members:
+            left, why = self._host_left
+            if needed > left:
+                said = Hazard("host-memory", f"the image needs {size(needed)}; {why}", HINT, acceptable=True)
+                short = [said]  # it says what the other ones say, and more
+            self._told(needed)
+        return needed, room, short
 
     def claim_room(self, until: float, waits: Callable[[str], None]) -> None:
         """Hold the GPUs on which something is reserved, once each has room for that. Raises :class:`gpuckpt.errors.GpuMemory`."""

@@ -212,7 +212,7 @@ class Run:
                 await self._drain(order)
                 self._enter(RunState.SUSPENDING)
                 slept = True
-                await self.server.sleep()
+                await self.holdings.sleep(self.server)
             report = await self.holdings.suspend()
         except errors.RunNotReady:
             raise

@@ -20,6 +20,7 @@ import aiohttp
 from gpuckpt import errors
 from gpuckpt.model import Report
 from gpuckpt.supervisor import idle, vllm
+from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
 from gpuckpt.supervisor.control import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
@@ -29,7 +30,7 @@ from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.places import Place
-from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus
+from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus, others
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
 from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
@@ -60,6 +61,7 @@ class Options:
     keep_child: bool = False
     policy: Policy = field(default_factory=Policy)
     sharing: Sharing = field(default_factory=Sharing)
+    host_budget_bytes: int | None = None
 
 
 async def supervise(options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str] = os.environ) -> int:
@@ -101,6 +103,7 @@ class _Supervised:
             server = self.upstream = Upstream(options.upstream, connector, health=options.health)
         self.run = Run(child, server, self.traffic, options.policy)
         self.share = Share(self.run, options.name, options.sharing)
+        self.run.holdings.budget = Budget(options.host_budget_bytes, lambda: others(options.name))
         self.metrics = Metrics(self.run)
         self.engines = Engines(self.run)
         self.run.changed.append(lambda state: log.info("%s", state))
