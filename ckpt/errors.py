@@ -92,6 +92,12 @@ class Lost(GpuckptError):
     exit_code = 3
 
 
+class WrongAnswer(Lost):
+    """A server was resumed and answers the golden prompt in another way than before; nobody else was let in."""
+
+    code = "wrong-answer"
+
+
 class CommunicatorBroken(Lost):
     """A communicator is neither usable nor suspended: its suspend broke half-way, or it does not work after its resume."""
 

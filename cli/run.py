@@ -46,6 +46,10 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
 @click.option("--upstream", metavar="URL", help="Of another HTTP server: where it listens.")
 @click.option("--health", default="/health", show_default=True, metavar="PATH", help="With --upstream: answers 200 when it can serve.")
 @click.option("--listen", metavar="[HOST:]PORT", help="Where the gate listens. [default: vllm's --host and --port; 127.0.0.1:8000]")
+@click.option(
+    "--rehearse/--no-rehearse", default=None, help="One suspend and resume before it is ready. [default: with several CUDA processes]"
+)
+@click.option("--probe", is_flag=True, help="vLLM: compare a golden answer after each resume, before held requests are let in.")
 @click.option("--share", is_flag=True, help="Share its GPUs with other runs: ask idle ones to leave, and leave when asked.")
 @click.option("--pin", is_flag=True, help="Never leave the GPU for another run or a lease.")
 @click.option(
@@ -81,6 +85,8 @@ def run(
     upstream: str | None,
     health: str,
     listen: str | None,
+    rehearse: bool | None,
+    probe: bool,
     share: bool,
     pin: bool,
     least_awake_s: float,
@@ -116,12 +122,15 @@ def run(
             raise errors.Usage(f"{called!r} cannot be a name: letters, digits, '.', '_', '-', at most 32, not all digits")
         vllm.refuse_container(command)
         kind = _adapter(adapter, upstream, command)
+        if probe and (kind != "vllm" or "gate" in without):
+            raise errors.Usage("--probe asks vLLM through the gate; this command has none")
 
         def prepare(socket: str) -> tuple[vllm.Prepared, Options]:
             prepared = vllm.Prepared(command, {}, gate=kind == "url")
             if kind == "vllm":
                 prepared = vllm.prepare(command, os.environ, socket, without)
-            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss))
+            rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
+            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe)
             sharing = Sharing(share, pin, least_awake_s)
             where = _listen(listen, prepared, kind)
             return prepared, Options(

@@ -31,6 +31,7 @@ class Server:
         self.world = SimulatedWorldDir(os.environ["GPUCKPT_SIMULATE"])
         self.log = open(options.log, "a", buffering=1)  # noqa: SIM115 - for as long as it lives
         self.sleeping = False
+        self.wakes = 0
         self.running = 0
         self.served = 0
         self.status = dict(s.split("=") for s in options.status)
@@ -90,7 +91,10 @@ class Server:
             )
         if not body.get("stream"):
             await asyncio.sleep(seconds)
-            return web.json_response({"id": body.get("id"), "choices": [{"text": self.options.golden}], "served": self.served})
+            golden = self.options.golden
+            if self.wakes and body.get("model") in self.options.forgets:
+                golden = f"not {golden}"
+            return web.json_response({"id": body.get("id"), "choices": [{"text": golden}], "served": self.served})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         count = int(body.get("chunks", 5))
@@ -122,6 +126,7 @@ class Server:
             self.note("out of memory")
             return web.json_response({"error": "out of memory"}, status=500)
         self.sleeping = False
+        self.wakes += 1
         self.note("woken")
         return web.Response()
 
@@ -129,7 +134,7 @@ class Server:
         return web.Response()
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [{"id": self.options.model}]})
+        return web.json_response({"object": "list", "data": [{"id": name} for name in (self.options.model, *self.options.lora)]})
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=f"# TYPE vllm:requests counter\nvllm:requests_total {self.served}\n")
@@ -219,6 +224,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--slow-load", type=float, default=0.0)
     parser.add_argument("--status", action="append", default=[])
     parser.add_argument("--golden", default="forty-two")
+    parser.add_argument("--lora", action="append", default=[], help="one more model")
+    parser.add_argument("--forgets", action="append", default=[], help="a model that answers otherwise once it was asleep")
     parser.add_argument("--at-once", type=int, default=10000)
     parser.add_argument("--backlog", type=int, default=128)
     parser.add_argument("--workers", type=int, default=0)

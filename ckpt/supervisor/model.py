@@ -41,3 +41,5 @@ class Policy:
     grace_s: float = 10.0
     timeout_s: float | None = None  # of one operation; None: its own default
     accept: frozenset[str] = frozenset()
+    rehearse: bool = False  # suspend and resume once before it is ready
+    probe: bool = False  # compare the answer to a golden prompt after each resume

@@ -35,6 +35,8 @@ from gpuckpt.supervisor.child import Child
 from gpuckpt.supervisor.holdings import Holdings
 from gpuckpt.supervisor.keeper import DEATH_S
 from gpuckpt.supervisor.model import Policy, RunState, Server
+from gpuckpt.supervisor.probe import Probe
+from gpuckpt.supervisor.rehearsal import Rehearsal
 from gpuckpt.supervisor.room import Finder, nothing_to_ask
 from gpuckpt.supervisor.traffic import Traffic
 
@@ -81,6 +83,7 @@ class Run:
         self.wants_since: float | None = None  # when the resume that is under way was asked for
         self.turn: Callable[[], Awaitable[bool]] | None = None  # of a run that shares: whether it may take its GPUs now
         self.make_room: Callable[[], Awaitable[None]] = nothing_to_ask  # and what it does when they are full
+        self.probe: Probe | None = None
         self._news = asyncio.Event()
         traffic.wanted = self.want_awake
         self._tasks: list[asyncio.Task[None]] = []
@@ -283,6 +286,8 @@ class Run:
                 bring = self.holdings.resume if self.holdings.down else self.holdings.room
                 report = await bring(self.traffic.hold_s, finder.worker)
             await self._woken()
+            if self.policy.probe and self.probe is not None:
+                await self.probe.check()
         except (errors.Interrupted, errors.Leased):
             if finder.waits:
                 words = f"{finder.waits}, until nobody wanted it awake any more; it stays suspended, intact"
@@ -292,7 +297,7 @@ class Run:
         except GpuckptError as e:
             self.last_error = e
             await self._told_if_dead()
-            if isinstance(e, errors.ServerRefused) or (self.holdings.down and e.exit_code == 3):
+            if isinstance(e, errors.ServerRefused | errors.WrongAnswer) or (self.holdings.down and e.exit_code == 3):
                 self._fail(e)
             else:
                 self._enter(RunState.SUSPENDED)
@@ -362,6 +367,18 @@ class Run:
     async def _start(self) -> None:
         while not await self.server.healthy():
             await asyncio.sleep(HEALTH_POLL_S)
+        if self.policy.rehearse or self.policy.probe:
+            rehearsal = Rehearsal(self.holdings, self.server, self.probe, self._woken)
+            self._current = asyncio.create_task(rehearsal.hold(self.policy.rehearse))
+            await asyncio.wait({self._current})
+            task, self._current = self._current, None
+            if self.over or task.cancelled():
+                return
+            if (error := task.exception()) is not None:
+                known = error if isinstance(error, GpuckptError) else GpuckptError(f"{type(error).__name__}: {error}")
+                self._fail(known)
+                self.give_up(known)
+                return
         if self.state is RunState.STARTING:
             self._awake()
         with contextlib.suppress(GpuckptError):  # it may hold nothing yet

@@ -30,6 +30,7 @@ from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.places import Place
+from gpuckpt.supervisor.probe import Probe
 from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus, others
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
@@ -94,14 +95,17 @@ class _Supervised:
         self.traffic = Traffic(hold_s=options.hold_s, max_waiting=options.max_waiting)
         self.upstream: Upstream | None = None
         server: Server = Silent()
+        probe: Probe | None = None
         if options.adapter == "vllm" and prepared.gate:
             key = prepared.keys[0] if prepared.keys else ""
             self.upstream = Upstream("http://vllm", Connector(str(place.upstream), child.owns), key=key)
-            server = vllm.Vllm(self.upstream, prepared.sleeps)
+            server = served = vllm.Vllm(self.upstream, prepared.sleeps)
+            probe = Probe(served)
         elif options.adapter == "url":
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             server = self.upstream = Upstream(options.upstream, connector, health=options.health)
         self.run = Run(child, server, self.traffic, options.policy)
+        self.run.probe = probe
         self.share = Share(self.run, options.name, options.sharing)
         self.run.holdings.budget = Budget(options.host_budget_bytes, lambda: others(options.name))
         self.metrics = Metrics(self.run)

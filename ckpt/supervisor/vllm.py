@@ -12,6 +12,7 @@ The changes are made for reasons that hold for each alone, and each can be refus
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ API_KEY = "VLLM_API_KEY"
 DEFAULT_PORT = 8000
 #: How long /sleep and /wake_up may take, in seconds. Measured with 44 GiB: 7.4 the first time, 0.3 later.
 SLEEP_S = 300.0
+ANSWER_S = 60.0
 _CONTAINERS = frozenset("docker podman nerdctl kubectl srun singularity apptainer enroot".split())
 
 
@@ -164,6 +166,24 @@ class Vllm:
     async def wake(self) -> None:
         if self._sleeps:
             await self._ask("/wake_up")
+
+    async def answers(self, prompt: str, tokens: int) -> dict[str, str]:
+        """The text that each model gives, adapters included. Raises :class:`gpuckpt.errors.ServerRefused`."""
+        status, body = await self._upstream.call("GET", "/v1/models", within_s=ANSWER_S)
+        if status != 200:
+            raise errors.ServerRefused(f"vLLM answered GET /v1/models with {status}")
+        found = {}
+        try:
+            for name in [m["id"] for m in json.loads(body)["data"]]:
+                order = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+                status, body = await self._upstream.call("POST", "/v1/completions", within_s=ANSWER_S, body=order)
+                if status != 200:
+                    said = body[:200].decode(errors="replace")
+                    raise errors.ServerRefused(f"vLLM answered the golden prompt to {name} with {status}: {said}")
+                found[name] = str(json.loads(body)["choices"][0]["text"])
+        except (ValueError, KeyError, TypeError, IndexError) as e:
+            raise errors.ServerRefused(f"vLLM's answer to the golden prompt is not understood: {type(e).__name__}: {e}") from e
+        return found
 
     async def _ask(self, path: str) -> None:
         status, body = await self._upstream.call("POST", path, within_s=SLEEP_S)
