@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import sys
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -67,6 +66,14 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
     metavar="SIZE",
     help="Host memory that all your runs together may hold while suspended. [default: what is available]",
 )
+@click.option(
+    "--restart",
+    type=click.Choice(["no", "on-failure"]),
+    default="no",
+    show_default=True,
+    help="Start the command again, five times in a row.",
+)
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of what this program logs.")
 @click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
 @click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the final command and what is added to its environment. Starts nothing.")
@@ -91,6 +98,8 @@ def run(
     pin: bool,
     least_awake_s: float,
     host_budget_bytes: int | None,
+    restart: str,
+    log_format: str,
     keep_child: bool,
     accept_loss: tuple[str, ...],
     dry_run: bool,
@@ -134,7 +143,19 @@ def run(
             sharing = Sharing(share, pin, least_awake_s)
             where = _listen(listen, prepared, kind)
             return prepared, Options(
-                called, kind, upstream or "", health, where, idle_s, hold_s, max_waiting, keep_child, policy, sharing, host_budget_bytes
+                called,
+                kind,
+                upstream or "",
+                health,
+                where,
+                idle_s,
+                hold_s,
+                max_waiting,
+                keep_child,
+                policy,
+                sharing,
+                host_budget_bytes,
+                restart == "on-failure",
             )
 
         if dry_run:
@@ -142,7 +163,7 @@ def run(
             execute("run", as_json, lambda: _plan(*planned), _show_plan)
         prepare("checked before anything is taken")
         with places.Place(called) as place:
-            code = _supervise(*prepare(str(place.upstream)), place)
+            code = _supervise(*prepare(str(place.upstream)), place, log_format)
     except errors.GpuckptError as e:
         fail_to_run(as_json, e)
     finish(code)
@@ -175,12 +196,13 @@ def fail_to_run(as_json: bool, error: errors.GpuckptError) -> NoReturn:
     fail("run", as_json, error, status=error.status if isinstance(error, errors.CannotStart) else 125)
 
 
-def _supervise(prepared: vllm.Prepared, options: Options, place: Place) -> int:
+def _supervise(prepared: vllm.Prepared, options: Options, place: Place, log_format: str) -> int:
     import asyncio
 
+    from gpuckpt.supervisor import logs
     from gpuckpt.supervisor.supervise import supervise
 
-    logging.basicConfig(level=logging.INFO, format=f"gpuckpt run {options.name}: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, handlers=[logs.handler(options.name, log_format)])
     logging.raiseExceptions = False  # a log that cannot be written is no reason for anything
     for text in prepared.warnings:
         warn(text)

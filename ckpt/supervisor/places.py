@@ -103,6 +103,11 @@ class Place:
         ticks = {f"{name}_ticks": proc.start_ticks for name, pid in who.items() if (proc := processes.read(pid))}
         os.pwrite(self.lock_fd, json.dumps({**who, **ticks}).encode().ljust(512), 0)
 
+    def clear(self) -> None:
+        """Take away the sockets of a child that has ended, before another is started."""
+        for path in (self.control, self.upstream):
+            clear(path)
+
     def __enter__(self) -> Place:
         return self
 

@@ -70,6 +70,7 @@ class Run:
         self.state = RunState.STARTING
         self.since = time.monotonic()
         self.killed_for: int | None = None  # the signal for whose sake a suspended child was killed
+        self.told_to_stop = False  # by a person, or by what started us
         self.resume_s = 0.0  # what the last resume took
         self.last_error: GpuckptError | None = None
         self.lost: asyncio.Future[GpuckptError] = asyncio.get_running_loop().create_future()

@@ -28,6 +28,7 @@ from gpuckpt.supervisor.gate import Gate, announce, where
 from gpuckpt.supervisor.lease import Lease
 from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import Policy, RunState, Server
+from gpuckpt.supervisor.notify import Notifier, notify
 from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.places import Place
 from gpuckpt.supervisor.probe import Probe
@@ -45,6 +46,12 @@ FORWARDED = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, sign
 LAST_ANSWERS_S = 0.5
 #: How long a run that shares waits for its GPUs before it starts, in seconds: another may be starting on them.
 START_S = 600.0
+#: After a failure the command is started again so often in a row, first after so many seconds, then after twice as many each time.
+RESTARTS = 5
+RESTART_S = 1.0
+RESTART_MOST_S = 60.0
+#: A run that has lived for so long, in seconds, counts its failures anew.
+SOUND_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -63,15 +70,47 @@ class Options:
     policy: Policy = field(default_factory=Policy)
     sharing: Sharing = field(default_factory=Sharing)
     host_budget_bytes: int | None = None
+    restart: bool = False  # after a failure
 
 
 async def supervise(options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str] = os.environ) -> int:
-    """Run the command to its end and return what to exit with."""
+    """Run the command to its end, again after a failure if so chosen, and return what to exit with."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (*ENDING, *FORWARDED):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(signum, signals.put_nowait, signum)
+    failures = 0
+    while True:
+        begun = time.monotonic()
+        code, ended, address = await _one_life(options, prepared, place, environ, signals)
+        failures = 1 if time.monotonic() - begun > SOUND_S else failures + 1
+        if ended or code == 0 or not options.restart or failures > RESTARTS:
+            return code
+        delay_s = min(RESTART_MOST_S, RESTART_S * 2 ** (failures - 1))
+        log.warning("it ended with %d; started again in %g s (%d of %d)", code, delay_s, failures, RESTARTS)
+        notify(f"STATUS=ended with {code}, is started again")
+        if await _told_to_end(signals, delay_s):
+            return code
+        options = dataclasses.replace(options, listen=address or options.listen)
+        place.clear()
+
+
+async def _told_to_end(signals: asyncio.Queue[int], within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while (left := until - time.monotonic()) > 0:
+        try:
+            if await asyncio.wait_for(signals.get(), left) in ENDING:
+                return True
+        except TimeoutError:
+            break
+    return False
+
+
+async def _one_life(
+    options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str], signals: asyncio.Queue[int]
+) -> tuple[int, bool, tuple[str, int] | None]:
+    """From a start of the command to its end: what to exit with, whether it was told to end, and where the gate was."""
     holding = [place.lock_fd]
     lease = await _unless_told_to_end(_make_room_to_start(options, prepared, environ), signals) if options.sharing.shares else None
     child = await Child.start(prepared.command, {**environ, **prepared.environ}, keep_child=options.keep_child, holding=holding)
@@ -82,7 +121,8 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
     if lease is not None:
         supervised.run.stand_by(_release_when_started(supervised.run, lease))
     try:
-        return await supervised.live(signals)
+        code = await supervised.live(signals)
+        return code, supervised.run.told_to_stop, supervised.gate.address if supervised.gate else None
     finally:
         await supervised.close()
 
@@ -111,6 +151,7 @@ class _Supervised:
         self.metrics = Metrics(self.run)
         self.engines = Engines(self.run)
         self.run.changed.append(lambda state: log.info("%s", state))
+        self.run.changed.append(Notifier(self.run).changed)
         self.run.finished.append(_log_outcome)
         self.gate: Gate | None = None
         if self.upstream is not None:
@@ -161,6 +202,7 @@ class _Supervised:
         while True:
             signum = await signals.get()
             if signum in ENDING:
+                self.run.told_to_stop = True
                 stops.add(asyncio.create_task(self.run.stop(signum)))
             else:
                 self.child.send(signum)
@@ -177,6 +219,7 @@ class _Supervised:
             case "hold":
                 report = await self.share.hold(order["gpus"], order["by"], order["within_s"], peer)
             case "stop":
+                self.run.told_to_stop = True
                 await self.run.stop()
                 await self.child.exited
                 report = Report("stop", True, False)
