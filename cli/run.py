@@ -74,6 +74,12 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
     help="Start the command again, five times in a row.",
 )
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of what this program logs.")
+@click.option(
+    "--keep", type=click.Choice(["kv_cache"]), help="vLLM: keep the prefix cache too; the driver copies all of it, which is slower."
+)
+@click.option("--hold-comments", "comments_s", type=Duration(), metavar="DURATION", help="Send held streams an SSE comment this often.")
+@click.option("--admin", metavar="HOST:PORT", help="Where vLLM's /sleep, /wake_up and /is_sleeping suspend and resume the run.")
+@click.option("--admin-token-file", metavar="FILE", help="With --admin: holds the bearer token; readable by its owner only.")
 @click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
 @click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the final command and what is added to its environment. Starts nothing.")
@@ -100,6 +106,10 @@ def run(
     host_budget_bytes: int | None,
     restart: str,
     log_format: str,
+    keep: str | None,
+    comments_s: float | None,
+    admin: str | None,
+    admin_token_file: str | None,
     keep_child: bool,
     accept_loss: tuple[str, ...],
     dry_run: bool,
@@ -122,6 +132,7 @@ def run(
     except ImportError as e:
         fail_to_run(as_json, errors.Usage(f"gpuckpt run needs {e.name}, which is not installed", hint="pip install 'gpuckpt[serve]'"))
     from gpuckpt.supervisor import places, vllm
+    from gpuckpt.supervisor.admin import read_token
     from gpuckpt.supervisor.model import Policy
     from gpuckpt.supervisor.share import Sharing
 
@@ -131,6 +142,8 @@ def run(
             raise errors.Usage(f"{called!r} cannot be a name: letters, digits, '.', '_', '-', at most 32, not all digits")
         vllm.refuse_container(command)
         kind = _adapter(adapter, upstream, command)
+        if bool(admin) != bool(admin_token_file):
+            raise errors.Usage("--admin and --admin-token-file belong together")
         if probe and (kind != "vllm" or "gate" in without):
             raise errors.Usage("--probe asks vLLM through the gate; this command has none")
 
@@ -156,6 +169,10 @@ def run(
                 sharing,
                 host_budget_bytes,
                 restart == "on-failure",
+                comments_s,
+                _address(admin, "--admin") if admin else None,
+                read_token(admin_token_file) if admin and admin_token_file else "",
+                keep == "kv_cache",
             )
 
         if dry_run:
@@ -228,9 +245,13 @@ def _adapter(chosen: str, upstream: str | None, command: tuple[str, ...]) -> str
 def _listen(text: str | None, prepared: vllm.Prepared, kind: str) -> tuple[str, int]:
     if text is None:
         return (prepared.host, prepared.port) if kind == "vllm" else ("127.0.0.1", 8000)
+    return _address(text, "--listen")
+
+
+def _address(text: str, option: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise errors.Usage(f"--listen {text}: [HOST:]PORT")
+        raise errors.Usage(f"{option} {text}: [HOST:]PORT")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 

@@ -111,6 +111,9 @@ class Server:
         self.note("sleep", running=self.running, query=dict(request.query))
         await asyncio.sleep(self.options.slow_sleep)
         await asyncio.to_thread(self._call)
+        if request.query["level"] == "0":  # no new work, and nothing more
+            self.sleeping = True
+            return web.Response()
         if not self.sleeping:
             self._take(-self.options.sleep_frees)
         self.sleeping = True
@@ -120,7 +123,7 @@ class Server:
         await asyncio.sleep(self.options.slow_wake)
         await asyncio.to_thread(self._call)
         try:
-            if self.sleeping:
+            if self.sleeping and request.query.get("tags") != "scheduling":
                 self._take(self.options.sleep_frees)
         except CallError:
             self.note("out of memory")

@@ -27,6 +27,7 @@ class Holdings:
         self.asleep_bytes: dict[str, int] = {}  # what of it the server takes by itself when it is woken
         self.host_bytes = 0  # in host memory while it is suspended, or is going to be
         self._slept_bytes = 0  # of these, what the server itself moved there when it went to sleep
+        self.dropped_bytes = 0  # what the server gave up when it went to sleep, and kept nowhere
         self._needed_bytes = 0  # what the last suspend took, or would have taken
         self._worker: Worker | None = None
 
@@ -65,6 +66,7 @@ class Holdings:
                     e.hint = f"{e.hint}; or {HINT}"
                 raise
         self._asleep(report)
+        self.dropped_bytes = max(0, sum(self.asleep_bytes.values()) - self._slept_bytes)
         self.pids = [p.pid for p in report.processes]
         self.host_bytes = self._needed_bytes = sum(p.host_bytes for p in report.processes) + self._slept_bytes
         return report

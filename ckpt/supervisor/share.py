@@ -64,6 +64,7 @@ class Share:
             "shares": self.sharing.shares,
             "pinned": self.sharing.pinned,
             "gpu_bytes": self.run.holdings.gpu_bytes,
+            "dropped_bytes": self.run.holdings.dropped_bytes,
             "host_bytes": self.run.holdings.host_bytes,
             "wants_since": self.run.wants_since,
             "used_at": time.monotonic() if traffic.running or traffic.waiting else traffic.last_end,

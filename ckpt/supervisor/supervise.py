@@ -20,6 +20,7 @@ import aiohttp
 from gpuckpt import errors
 from gpuckpt.model import Report
 from gpuckpt.supervisor import idle, vllm
+from gpuckpt.supervisor.admin import Admin
 from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
 from gpuckpt.supervisor.control import ControlServer, Peer
@@ -36,6 +37,7 @@ from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus, others
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
 from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
+from gpuckpt.words import size
 
 log = logging.getLogger("gpuckpt.run")
 
@@ -71,6 +73,10 @@ class Options:
     sharing: Sharing = field(default_factory=Sharing)
     host_budget_bytes: int | None = None
     restart: bool = False  # after a failure
+    comments_s: float | None = None  # to streams that are held
+    admin: tuple[str, int] | None = None
+    admin_token: str = ""
+    keeps_cache: bool = False
 
 
 async def supervise(options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str] = os.environ) -> int:
@@ -139,7 +145,7 @@ class _Supervised:
         if options.adapter == "vllm" and prepared.gate:
             key = prepared.keys[0] if prepared.keys else ""
             self.upstream = Upstream("http://vllm", Connector(str(place.upstream), child.owns), key=key)
-            server = served = vllm.Vllm(self.upstream, prepared.sleeps)
+            server = served = vllm.Vllm(self.upstream, prepared.sleeps, options.keeps_cache)
             probe = Probe(served)
         elif options.adapter == "url":
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -153,14 +159,21 @@ class _Supervised:
         self.run.changed.append(lambda state: log.info("%s", state))
         self.run.changed.append(Notifier(self.run).changed)
         self.run.finished.append(_log_outcome)
+        self.run.finished.append(self._log_dropped)
         self.gate: Gate | None = None
         if self.upstream is not None:
-            self.gate = Gate(self.run, self.upstream, self.metrics, keys=prepared.keys, hidden=prepared.hidden)
+            self.gate = Gate(
+                self.run, self.upstream, self.metrics, keys=prepared.keys, hidden=prepared.hidden, comments_s=options.comments_s
+            )
+        self.admin = Admin(self.run, options.admin_token) if options.admin is not None else None
         self.control = ControlServer(place.control, self.answer)
 
     async def live(self, signals: asyncio.Queue[int]) -> int:
         try:
             await self.control.listen()
+            if self.admin is not None and self.options.admin is not None:
+                await self.admin.listen(*self.options.admin)
+                log.info("admin listener on http://%s", where(self.admin.address))
             if self.gate is not None:
                 await announce(self.gate, *self.options.listen)
         except OSError as e:
@@ -191,11 +204,18 @@ class _Supervised:
     async def close(self) -> None:
         self.engines.close()
         await self.control.close()
+        if self.admin is not None:
+            await self.admin.close()
         if self.gate is not None:
             await self.gate.close()
         await self.run.close()
         if self.upstream is not None:
             await self.upstream.close()
+
+    def _log_dropped(self, operation: str, _reason: str, outcome: Report | errors.GpuckptError, _seconds: float) -> None:
+        dropped = self.run.holdings.dropped_bytes
+        if operation == "suspend" and isinstance(outcome, Report) and dropped:
+            log.info("%s of its cache are dropped; --keep kv_cache keeps them, at as much host memory", size(dropped))
 
     async def _obey(self, signals: asyncio.Queue[int]) -> None:
         stops = set()

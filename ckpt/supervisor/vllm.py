@@ -152,20 +152,21 @@ def _for_several_gpus(
 class Vllm:
     """A running ``vllm serve``: an upstream that can sleep."""
 
-    def __init__(self, upstream: Upstream, sleeps: bool) -> None:
-        self._upstream, self._sleeps = upstream, sleeps
+    def __init__(self, upstream: Upstream, sleeps: bool, keeps_cache: bool = False) -> None:
+        self._upstream, self._sleeps, self._keeps_cache = upstream, sleeps, keeps_cache
 
     async def healthy(self) -> bool:
         return await self._upstream.healthy()
 
     async def sleep(self) -> None:
-        """Level 1: weights to host memory, cache dropped. The mode is named, since the default aborts what runs."""
+        """Level 1: weights to host memory, cache dropped. To keep the cache, level 0: no new work, and the driver takes all of it.
+        The mode is named, since the default aborts what runs."""
         if self._sleeps:
-            await self._ask("/sleep?level=1&mode=wait")
+            await self._ask(f"/sleep?level={0 if self._keeps_cache else 1}&mode=wait")
 
     async def wake(self) -> None:
         if self._sleeps:
-            await self._ask("/wake_up")
+            await self._ask("/wake_up?tags=scheduling" if self._keeps_cache else "/wake_up")
 
     async def answers(self, prompt: str, tokens: int) -> dict[str, str]:
         """The text that each model gives, adapters included. Raises :class:`gpuckpt.errors.ServerRefused`."""

@@ -1,0 +1,119 @@
+"""What a run does only if asked: comments to held streams, an admin listener, a cache that is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+
+from tests.conftest import COMMAND, eventually
+from tests.serving import Serving, Stage, stage
+
+__all__ = ["stage"]
+
+
+def streamed(run: Serving, **body: object) -> socket.socket:
+    text = json.dumps({"stream": True, "chunks": 2, **body})
+    return run.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n{text}")
+
+
+def test_held_streams_get_comments(stage: Stage) -> None:
+    """Case 13: mostlygeek/llama-swap#225, knative/serving#13208"""
+    run = stage.run("--hold-comments", "100ms", fake=("--slow-wake", "1")).awake().suspended()
+    gaps, last = [], time.monotonic()
+    plain = run.begin(id="plain")
+    with streamed(run, id=1) as s:
+        received = b""
+        while piece := s.recv(65536):
+            gaps.append(time.monotonic() - last)
+            last, received = time.monotonic(), received + piece
+    assert received.count(b": waiting for the model\n\n") >= 3
+    assert max(gaps) < 0.9, "no silence as long as the wake"
+    head, _, _ = received.partition(b"\r\n\r\n")
+    assert b" 200 " in head
+    assert b"text/event-stream" in head
+    assert received.endswith(b"0\r\n\r\n"), "whole"
+    assert b'data: {"n": 1}' in received
+    assert plain.result().json["id"] == "plain"
+    assert len([n for n in run.notes("begin") if n["path"] == "/v1/completions"]) == 2
+
+
+def test_a_refusal_after_a_comment_is_an_event_and_no_whole_answer(stage: Stage) -> None:
+    """Case 11: mostlygeek/llama-swap#887"""
+    run = stage.run("--hold-comments", "100ms", fake=("--slow-wake", "0.5")).awake().suspended()
+    with streamed(run, status=429) as s:
+        received = s.makefile("rb").read()
+    assert b'data: {"error": {"message": "over the limit", "code": "limit"}}' in received
+    assert not received.endswith(b"0\r\n\r\n")
+    run.suspended()
+    with streamed(run) as s:  # and its client leaves
+        s.recv(10)
+    eventually(lambda: run.facts["requests_waiting"] == run.facts["requests_running"] == 0, "it is forgotten")
+    assert run.complete(id=1).status == 200
+
+
+def test_a_hold_that_ends_after_a_comment_says_so(stage: Stage) -> None:
+    run = stage.run("--hold", "400ms", "--hold-comments", "100ms", fake=("--slow-wake", "2")).awake().suspended()
+    with streamed(run) as s:
+        received = s.makefile("rb").read()
+    assert b'"code": "waking"' in received
+    assert not received.endswith(b"0\r\n\r\n")
+    assert not [n for n in run.notes("begin") if n["path"] == "/v1/completions"]
+
+
+def test_the_admin_listener(stage: Stage) -> None:
+    token = stage.machine.path / "token"
+    token.write_text("secret\n")
+    token.chmod(0o644)
+    options = ("--admin", "127.0.0.1:0", "--admin-token-file", str(token))
+    run = stage.run(*options)
+    assert run.end() == 125
+    assert "others may read it" in run.stderr
+    token.chmod(0o600)
+    run = stage.run(*options).awake()
+    port = int(next(x for x in run.stderr.splitlines() if "admin listener on" in x).rpartition(":")[2])
+
+    def ask(method: str, path: str, key: str = "secret") -> tuple[int, object]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(method, path, headers={"Authorization": f"Bearer {key}"})
+        with contextlib.closing(connection):
+            answer = connection.getresponse()
+            text = answer.read()
+        return answer.status, json.loads(text) if text else None
+
+    assert ask("POST", "/sleep?level=1", key="wrong")[0] == 401
+    assert ask("GET", "/is_sleeping") == (200, {"is_sleeping": False})
+    assert ask("POST", "/sleep?level=1") == (200, None)
+    assert run.state == "suspended"
+    assert stage.machine.used() == 0
+    assert ask("GET", "/is_sleeping") == (200, {"is_sleeping": True})
+    assert ask("POST", "/wake_up") == (200, None)
+    assert run.complete(id=1).status == 200
+    assert ask("POST", "/collective_rpc")[0] == 404
+    assert run.get("/is_sleeping").status == 404, "not on the gate"
+
+
+def test_a_cache_that_is_kept(stage: Stage) -> None:
+    """Case 26: mostlygeek/llama-swap#1127. The driver takes all of it; what is dropped otherwise is said."""
+    run = stage.run("--keep", "kv_cache", fake=("--sleep-frees", "6")).awake().suspended()
+    assert run.notes("sleep")[0]["query"] == {"level": "0", "mode": "wait"}
+    assert run.facts["host_bytes"] == 8 << 30
+    assert run.facts["dropped_bytes"] == 0
+    assert run.complete(id=1).status == 200
+    assert stage.gpuckpt("stop", "m").code == 0
+    run = stage.run(fake=("--sleep-frees", "6")).awake().suspended()
+    assert run.facts["dropped_bytes"] == 6 << 30
+    assert "6.0 GiB of its cache are dropped; --keep kv_cache keeps them" in run.stderr
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(stage: Stage) -> None:
+    """Case 24: reticlehq/reticle#319. The command's output goes where this program's does: no copy is kept, and nothing waits for a reader."""
+    script = "import os\nfor _ in range(1000):\n    try:\n        os.write(1, b'x' * 65536)\n    except OSError:\n        pass\nraise SystemExit(7)"
+    with open("/dev/full", "w") as full:
+        words = [COMMAND, "run", "--name", "m", "--", sys.executable, "-c", script]
+        assert subprocess.run(words, env=stage.environ, stdout=full, stderr=full, check=False, timeout=60).returncode == 7
+    assert sum(p.stat().st_size for p in stage.runtime.rglob("*") if p.is_file()) < 4096
