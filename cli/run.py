@@ -131,7 +131,7 @@ def run(
         from gpuckpt.supervisor.supervise import Options
     except ImportError as e:
         fail_to_run(as_json, errors.Usage(f"gpuckpt run needs {e.name}, which is not installed", hint="pip install 'gpuckpt[serve]'"))
-    from gpuckpt.supervisor import places, vllm
+    from gpuckpt.supervisor import adopt, places, vllm
     from gpuckpt.supervisor.admin import read_token
     from gpuckpt.supervisor.model import Policy
     from gpuckpt.supervisor.share import Sharing
@@ -173,12 +173,15 @@ def run(
                 _address(admin, "--admin") if admin else None,
                 read_token(admin_token_file) if admin and admin_token_file else "",
                 keep == "kv_cache",
+                command,
             )
 
         if dry_run:
             planned = prepare(str(places.runtime_directory() / f"{called}.XXXXXXXX" / "http.sock"))
             execute("run", as_json, lambda: _plan(*planned), _show_plan)
         prepare("checked before anything is taken")
+        if noted := places.orphan_facts(called):
+            adopt.check_command(noted, list(command), called)
         with places.Place(called) as place:
             code = _supervise(*prepare(str(place.upstream)), place, log_format)
     except errors.GpuckptError as e:

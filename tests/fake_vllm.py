@@ -133,6 +133,9 @@ class Server:
         self.note("woken")
         return web.Response()
 
+    async def is_sleeping(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"is_sleeping": self.sleeping})
+
     async def health(self, request: web.Request) -> web.StreamResponse:
         return web.Response()
 
@@ -188,7 +191,11 @@ async def main() -> None:
             web.get("/metrics", server.metrics),
             web.get("/version", server.models),
             web.get("/load", server.models),
-            *([web.post("/sleep", server.sleep), web.post("/wake_up", server.wake)] if dev else []),
+            *(
+                [web.post("/sleep", server.sleep), web.post("/wake_up", server.wake), web.get("/is_sleeping", server.is_sleeping)]
+                if dev
+                else []
+            ),
         ]
     )
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)

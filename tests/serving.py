@@ -152,6 +152,10 @@ class Serving:
     def complete(self, headers: dict[str, str] | None = None, **body: Any) -> Answer:
         return self.request("POST", "/v1/completions", body, headers)
 
+    def complete_when_it_listens(self, **body: Any) -> Answer:
+        eventually(lambda: self.port or self.process.poll() is not None, "the gate listens", PATIENCE_S)
+        return self.complete(**body)
+
     def begin(self, headers: dict[str, str] | None = None, **body: Any) -> Client:
         """A completion, and no waiting for it."""
         return Client(self, "POST", "/v1/completions", body, headers)

@@ -111,8 +111,8 @@ def test_a_cache_that_is_kept(stage: Stage) -> None:
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(stage: Stage) -> None:
-    """Case 24: reticlehq/reticle#319. The command's output goes where this program's does: no copy is kept, and nothing waits for a reader."""
-    script = "import os\nfor _ in range(1000):\n    try:\n        os.write(1, b'x' * 65536)\n    except OSError:\n        pass\nraise SystemExit(7)"
+    """Case 24: reticlehq/reticle#319. The command's output goes where this program's does; no copy is kept, nothing waits for a reader."""
+    script = "import os\nfor _ in range(1000):\n try: os.write(1, b'x' * 65536)\n except OSError: pass\nraise SystemExit(7)"
     with open("/dev/full", "w") as full:
         words = [COMMAND, "run", "--name", "m", "--", sys.executable, "-c", script]
         assert subprocess.run(words, env=stage.environ, stdout=full, stderr=full, check=False, timeout=60).returncode == 7

@@ -24,6 +24,10 @@ class Server(Protocol):
 
     async def healthy(self) -> bool: ...
 
+    async def asleep(self) -> bool:
+        """Whether it has been asked to sleep, and not to wake."""
+        ...
+
     async def sleep(self) -> None:
         """Before a suspend: give back what it can by itself. No request runs."""
         ...

@@ -85,6 +85,7 @@ class Run:
         self.turn: Callable[[], Awaitable[bool]] | None = None  # of a run that shares: whether it may take its GPUs now
         self.make_room: Callable[[], Awaitable[None]] = nothing_to_ask  # and what it does when they are full
         self.probe: Probe | None = None
+        self.find: Callable[[], Awaitable[RunState]] | None = None  # of a child that was adopted: in what state it is
         self._news = asyncio.Event()
         traffic.wanted = self.want_awake
         self._tasks: list[asyncio.Task[None]] = []
@@ -366,6 +367,16 @@ class Run:
     # Beginning and end.
 
     async def _start(self) -> None:
+        try:
+            if self.find is not None and await self.find() is RunState.SUSPENDED:
+                self._enter(RunState.SUSPENDED)
+                if self.traffic.waiting:
+                    self.want_awake()
+                return
+        except GpuckptError as e:
+            self.last_error, self.holdings.down = e, True
+            self._fail(e)
+            return
         while not await self.server.healthy():
             await asyncio.sleep(HEALTH_POLL_S)
         if self.policy.rehearse or self.policy.probe:

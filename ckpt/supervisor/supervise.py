@@ -19,7 +19,7 @@ import aiohttp
 
 from gpuckpt import errors
 from gpuckpt.model import Report
-from gpuckpt.supervisor import idle, vllm
+from gpuckpt.supervisor import adopt, idle, vllm
 from gpuckpt.supervisor.admin import Admin
 from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
@@ -77,6 +77,7 @@ class Options:
     admin: tuple[str, int] | None = None
     admin_token: str = ""
     keeps_cache: bool = False
+    command: tuple[str, ...] = ()  # as it was typed
 
 
 async def supervise(options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str] = os.environ) -> int:
@@ -117,15 +118,24 @@ async def _one_life(
     options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str], signals: asyncio.Queue[int]
 ) -> tuple[int, bool, tuple[str, int] | None]:
     """From a start of the command to its end: what to exit with, whether it was told to end, and where the gate was."""
-    holding = [place.lock_fd]
+    adopted, place.adopted = place.adopted, None
+    if adopted is not None:
+        child = await Child.adopt(adopted.connection, adopted.child)
+        supervised = _Supervised(options, prepared, place, child, adopted.facts)
+        log.info("adopted pid %d as run %s", child.pid, options.name)
+        return await _live(supervised, signals)
     lease = await _unless_told_to_end(_make_room_to_start(options, prepared, environ), signals) if options.sharing.shares else None
-    child = await Child.start(prepared.command, {**environ, **prepared.environ}, keep_child=options.keep_child, holding=holding)
-    place.note(child.pid)
+    adopt_at = place.keeper if options.keep_child else None
+    child = await Child.start(prepared.command, {**environ, **prepared.environ}, name_fd=place.lock_fd, adopt_at=adopt_at)
     log.info("started pid %d as run %s", child.pid, options.name)
-    _many_files()
     supervised = _Supervised(options, prepared, place, child)
     if lease is not None:
         supervised.run.stand_by(_release_when_started(supervised.run, lease))
+    return await _live(supervised, signals)
+
+
+async def _live(supervised: _Supervised, signals: asyncio.Queue[int]) -> tuple[int, bool, tuple[str, int] | None]:
+    _many_files()
     try:
         code = await supervised.live(signals)
         return code, supervised.run.told_to_stop, supervised.gate.address if supervised.gate else None
@@ -136,8 +146,10 @@ async def _one_life(
 class _Supervised:
     """A started child and all that stands around it."""
 
-    def __init__(self, options: Options, prepared: vllm.Prepared, place: Place, child: Child) -> None:
-        self.options, self.child = options, child
+    def __init__(
+        self, options: Options, prepared: vllm.Prepared, place: Place, child: Child, adopted: Mapping[str, Any] | None = None
+    ) -> None:
+        self.options, self.child, self._place = options, child, place
         self.traffic = Traffic(hold_s=options.hold_s, max_waiting=options.max_waiting)
         self.upstream: Upstream | None = None
         server: Server = Silent()
@@ -152,6 +164,11 @@ class _Supervised:
             server = self.upstream = Upstream(options.upstream, connector, health=options.health)
         self.run = Run(child, server, self.traffic, options.policy)
         self.run.probe = probe
+        if adopted is not None:
+            adopt.recall(self.run.holdings, adopted)
+            self.run.find = lambda: adopt.find(child.pid, self.run.holdings, server)
+        self._note(self.run.state)
+        self.run.changed.append(self._note)
         self.share = Share(self.run, options.name, options.sharing)
         self.run.holdings.budget = Budget(options.host_budget_bytes, lambda: others(options.name))
         self.metrics = Metrics(self.run)
@@ -178,6 +195,10 @@ class _Supervised:
                 await announce(self.gate, *self.options.listen)
         except OSError as e:
             log.error("cannot listen: %s", e.strerror or e)
+            if self.run.find is not None:
+                self._place.leave = True
+                log.error("pid %d was adopted, and is left alive for the next try", self.child.pid)
+                return EXIT_OWN_FAILURE
             await self.run.stop()
             await self.child.exited
             return EXIT_OWN_FAILURE
@@ -200,6 +221,9 @@ class _Supervised:
         await self.traffic.quiet(LAST_ANSWERS_S)
         await asyncio.sleep(0.05)  # what held requests are told is on its way
         return code
+
+    def _note(self, _: RunState) -> None:
+        self._place.note(self.child.pid, command=list(self.options.command), **adopt.noted(self.run.holdings))
 
     async def close(self) -> None:
         self.engines.close()

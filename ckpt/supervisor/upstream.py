@@ -117,6 +117,9 @@ class Upstream:
 
     # A server of which nothing is known but where it listens.
 
+    async def asleep(self) -> bool:
+        return False
+
     async def sleep(self) -> None:
         """The driver takes all of it."""
 
@@ -129,6 +132,9 @@ class Silent:
 
     async def healthy(self) -> bool:
         return True
+
+    async def asleep(self) -> bool:
+        return False
 
     async def sleep(self) -> None: ...
 

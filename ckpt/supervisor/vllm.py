@@ -158,6 +158,12 @@ class Vllm:
     async def healthy(self) -> bool:
         return await self._upstream.healthy()
 
+    async def asleep(self) -> bool:
+        if not self._sleeps:
+            return False
+        status, body = await self._upstream.call("GET", "/is_sleeping", within_s=ANSWER_S)
+        return status == 200 and bool(json.loads(body)["is_sleeping"])
+
     async def sleep(self) -> None:
         """Level 1: weights to host memory, cache dropped. To keep the cache, level 0: no new work, and the driver takes all of it.
         The mode is named, since the default aborts what runs."""
