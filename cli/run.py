@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpuckpt.supervisor.places import Place
     from gpuckpt.supervisor.supervise import Options
 
-CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent")
+CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent", "fusion")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

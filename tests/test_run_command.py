@@ -54,7 +54,7 @@ def test_all_changes() -> None:
     )
     assert made.environ == {"VLLM_SERVER_DEV_MODE": "1"}
     assert (made.host, made.port, made.sleeps, made.hidden) == ("0.0.0.0", 9000, True, True)
-    assert set(made.changes) == set(vllm.CHANGES) - {"nccl", "agent"}, "one GPU has no communicators"
+    assert set(made.changes) == set(vllm.CHANGES) - {"nccl", "agent", "fusion"}, "one GPU has no communicators"
     assert made.warnings == ()
 
 
@@ -67,7 +67,10 @@ def test_several_gpus(words: tuple[str, ...]) -> None:
     assert made.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
     assert "NCCL_NVLS_ENABLE" not in made.environ
     assert [w for w in made.warnings if "NCCL_NVLS_ENABLE=1" in w]
-    made = prepare(*words, without=("nccl", "agent"))
+    assert made.command[-2:] == ("--compilation-config", vllm.FUSION_OFF)
+    assert "--compilation-config was set by you" in prepare(*words, "--compilation-config", "{}").warnings[-1]
+    assert "GPUCKPT_AGENT" not in prepare(*words, without=("agent",)).environ
+    made = prepare(*words, without=("nccl", "agent", "fusion"))
     assert made.environ == {"VLLM_SERVER_DEV_MODE": "1"}
     assert set(words) <= set(made.command)
 

@@ -157,7 +157,7 @@ class Share:
         was_awake = run.state is not RunState.SUSPENDED
         run.holds[peer] = by
         try:
-            await run.suspend("hold", max(0.001, until - time.monotonic()))
+            await self._suspended_by(until)
         except BaseException:
             self._let_go(peer)
             raise
@@ -170,6 +170,17 @@ class Share:
 
         peer.then = then
         return Report("hold", True, False, details={"held": True})
+
+    async def _suspended_by(self, until: float) -> None:
+        """Suspend the run; again if that was cut short by the shorter patience of another, whose suspend was under way."""
+        while True:
+            left = until - time.monotonic()
+            try:
+                await self.run.suspend("hold", max(0.001, left))
+                return
+            except errors.StillServing:
+                if time.monotonic() >= until:
+                    raise
 
     def _let_go(self, peer: object) -> None:
         self.run.holds.pop(peer, None)

@@ -8,6 +8,7 @@ The changes are made for reasons that hold for each alone, and each can be refus
 ``custom-all-reduce``   ``--disable-custom-all-reduce``: it shares GPU memory between processes, which no checkpoint survives
 ``nccl``                on several GPUs: the variables of ``gpuckpt env --vllm``, so that NCCL's communicators can be suspended
 ``agent``               on several GPUs: ``GPUCKPT_AGENT=1``, an agent in each worker, which suspends them
+``fusion``              on several GPUs: no all-reduce fused with what follows it, which FlashInfer does by mappings of its own
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from gpuckpt.nccl import environment
 if TYPE_CHECKING:
     from gpuckpt.supervisor.upstream import Upstream
 
-CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent")
+CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent", "fusion")
 AGENT = "GPUCKPT_AGENT"
+FUSION_OFF = '{"pass_config": {"fuse_allreduce_rms": false}}'
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 API_KEY = "VLLM_API_KEY"
 DEFAULT_PORT = 8000
@@ -117,7 +119,7 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
         changes["custom-all-reduce"] = "--disable-custom-all-reduce"
     count = math.prod(_size(options, n) for n in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"))
     if count > 1:
-        _for_several_gpus(environ, without, added, changes, warnings)
+        _for_several_gpus(words, options, environ, without, added, changes, warnings)
     gate = "gate" not in without
     return Prepared(
         tuple(words),
@@ -135,18 +137,31 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
 
 
 def _for_several_gpus(
-    environ: Mapping[str, str], without: Collection[str], added: dict[str, str], changes: dict[str, str], warnings: list[str]
+    words: list[str],
+    options: _Options,
+    environ: Mapping[str, str],
+    without: Collection[str],
+    added: dict[str, str],
+    changes: dict[str, str],
+    warnings: list[str],
 ) -> None:
     """What lets communicators be suspended. What the user set stays, with a warning where that is in the way."""
     if "nccl" not in without:
         merged, said = environment.merged(environ, for_vllm=True)
-        wanted = {k: v for k, v in merged.items() if k not in environ}
+        wanted = {k: v for k, v in merged.items() if k not in environ and k != AGENT}
         added.update(wanted)
         warnings += said
         changes["nccl"] = " ".join(f"{k}={v}" for k, v in wanted.items())
     if "agent" not in without and AGENT not in environ:
         added[AGENT] = "1"
         changes["agent"] = f"{AGENT}=1"
+    if "fusion" not in without and not any(options.has(n) for n in ("compilation-config", "cc")) and "-cc" not in words:
+        words += ["--compilation-config", FUSION_OFF]
+        changes["fusion"] = f"--compilation-config {FUSION_OFF}"
+    elif "fusion" not in without and "fuse_allreduce_rms" not in " ".join(words):
+        warnings.append(
+            "--compilation-config was set by you and is kept: where FlashInfer is there, it must have pass_config.fuse_allreduce_rms off"
+        )
 
 
 class Vllm:
