@@ -86,8 +86,17 @@ class Serving:
 
     @property
     def facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.stage.gpuckpt("status", self.name).document["run"]
+        found: dict[str, Any] = self.ask("status")["run"]
         return found
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """What its control socket answers: quicker than a command of its own."""
+        with socket.socket(socket.AF_UNIX) as s:
+            s.settimeout(PATIENCE_S)
+            s.connect(str(self.stage.runtime / f"{self.name}.sock"))
+            s.sendall(json.dumps({"schema": 1, "command": command}).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(s.makefile("rb").readline())
+            return answer
 
     @property
     def stderr(self) -> str:
@@ -167,8 +176,8 @@ class Serving:
         return s
 
     def suspended(self) -> Serving:
-        result = self.stage.gpuckpt("suspend", self.name)
-        assert result.code == 0, result
+        answer = self.ask("suspend")
+        assert answer["ok"], answer["error"]
         return self
 
     def signal(self, signum: int) -> None:
