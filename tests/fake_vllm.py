@@ -92,7 +92,7 @@ class Server:
         if not body.get("stream"):
             await asyncio.sleep(seconds)
             golden = self.options.golden
-            if self.wakes and body.get("model") in self.options.forgets:
+            if self.wakes >= self.options.forgets_at and body.get("model") in self.options.forgets:
                 golden = f"not {golden}"
             return web.json_response({"id": body.get("id"), "choices": [{"text": golden}], "served": self.served})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -236,6 +236,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--golden", default="forty-two")
     parser.add_argument("--lora", action="append", default=[], help="one more model")
     parser.add_argument("--forgets", action="append", default=[], help="a model that answers otherwise once it was asleep")
+    parser.add_argument("--forgets-at", type=int, default=1, help="so many times")
     parser.add_argument("--at-once", type=int, default=10000)
     parser.add_argument("--backlog", type=int, default=128)
     parser.add_argument("--workers", type=int, default=0)

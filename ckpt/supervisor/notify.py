@@ -15,11 +15,14 @@ _SLOW = (RunState.STARTING, RunState.STOPPING)
 
 
 def notify(text: str) -> None:
-    """Send *text* (lines of ``KEY=VALUE``) to the socket that ``NOTIFY_SOCKET`` names, if any. See sd_notify(3)."""
+    """Send *text* (lines of ``KEY=VALUE``) to the socket that ``NOTIFY_SOCKET`` names, if any. See sd_notify(3).
+
+    Where nobody reads there it is lost: a run does not wait for whoever watches it.
+    """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if path[:1] not in ("/", "@"):
         return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as s:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as s:
         s.connect("\0" + path[1:] if path.startswith("@") else path)
         s.send(text.encode())
 
