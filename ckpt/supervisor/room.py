@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from gpuckpt import errors
 from gpuckpt.supervisor.operate import Worker
 
 log = logging.getLogger("gpuckpt.run")
@@ -26,6 +27,16 @@ class Finder:
         self._short = asyncio.Event()
         self.waits = ""  # for what, if it ever had to
         self.worker = Worker(self._told)
+
+    async def come_to_turn(self, turn: Callable[[], Awaitable[bool]] | None) -> None:
+        """Return when nobody with whom it shares its GPUs has waited longer for them. Raises :class:`gpuckpt.errors.Leased` once
+        nobody wants it awake."""
+        while True:
+            if why := self._unwanted():
+                raise errors.Leased(f"not resumed: {why}", hint="the next request tries again; gpuckpt status NAME")
+            if turn is None or await turn():
+                return
+            await asyncio.sleep(POLL_S)
 
     def _told(self, step: str, waits: str) -> None:
         if step == "room" and waits:

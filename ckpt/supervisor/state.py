@@ -45,7 +45,6 @@ log = logging.getLogger("gpuckpt.run")
 #: How long a stop waits for an operation to go back, in seconds. It is killed as it is then.
 GO_BACK_S = 20.0
 HEALTH_POLL_S = 0.1
-TURN_POLL_S = 0.05
 _NOT_BEGUN = (errors.Interrupted, errors.Leased)  # a resume that was given up before it touched anything
 #: A process that closed its connections because it dies is gone within this time, in seconds.
 DYING_S = 0.1
@@ -283,7 +282,7 @@ class Run:
         self._enter(RunState.RESUMING)
         finder = Finder(lambda: self.unwanted(order), self.make_room)
         try:
-            await self._come_to_turn(order)
+            await finder.come_to_turn(self.turn)
             async with finder:
                 bring = self.holdings.resume if self.holdings.down else self.holdings.room
                 report = await bring(self.traffic.hold_s, finder.worker)
@@ -317,15 +316,6 @@ class Run:
         if self.holds:
             return f"its GPUs are held: {next(iter(self.holds.values()))}"
         return "whoever asked for it has left" if order.reason == "request" and not self.traffic.waiting else ""
-
-    async def _come_to_turn(self, order: _Order) -> None:
-        """Return when nobody with whom it shares its GPUs has waited longer for them."""
-        while True:
-            if why := self.unwanted(order):
-                raise errors.Leased(f"not resumed: {why}", hint="the next request tries again; gpuckpt status NAME")
-            if self.turn is None or await self.turn():
-                return
-            await asyncio.sleep(TURN_POLL_S)
 
     async def _woken(self) -> None:
         await self.server.wake()
