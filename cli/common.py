@@ -150,6 +150,8 @@ def show_run(report: Report) -> None:
         f"{r['state']}: run {r['name']} (pid {r['child_pid']}, supervisor {r['supervisor_pid']}) for {r['state_seconds']:.0f} s, "
         f"{r['requests_running']} requests running, {r['requests_waiting']} waiting{where}"
     )
+    if r.get("held_by"):
+        click.echo(f"  kept off its GPU: {r['held_by']}")
     if r["last_error"]:
         click.echo(f"  last failure: {r['last_error']['message']} [{r['last_error']['code']}]")
 

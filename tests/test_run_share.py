@@ -196,6 +196,7 @@ def test_a_lease_holds_the_wakes_and_lets_them_back(couple: tuple[Serving, Servi
     result = b.stage.gpuckpt("resume", "b")
     assert (result.code, result.error["code"]) == (1, "leased")
     assert f"pid {held.pid}" in result.error["message"]
+    assert f"kept off its GPU: pid {held.pid} (cat) has a lease" in b.stage.gpuckpt("status", "b", json=False).stdout
     assert lease(b.stage, "true", options=("--gpu", "0", "--timeout", "200ms")).wait(30) == 125, "one at a time"
     assert b.stage.machine.used() == 0
     held.communicate("")

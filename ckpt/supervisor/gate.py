@@ -209,12 +209,13 @@ class Gate:
             if held is not None and held.begun:
                 return await self._fill(held, answer, request)
             nbytes = answer.content_length
-            if nbytes is not None and nbytes <= SHORT_BYTES and request.method != hdrs.METH_HEAD:
+            empty = request.method == hdrs.METH_HEAD or answer.status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+            if nbytes is not None and nbytes <= SHORT_BYTES and not empty:
                 body = await answer.read()  # goes in one packet with its head
                 return web.Response(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers), body=body)
             response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers))
             await response.prepare(request)
-            if request.method == hdrs.METH_HEAD or answer.status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
+            if empty:
                 return response
             try:
                 async for chunk in answer.content.iter_any():
