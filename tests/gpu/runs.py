@@ -18,6 +18,7 @@ from lab import HERE, OUT, SIMULATED
 
 PROMPTS = [list(range(100, 140)), list(range(900, 1100)), [5, 6, 7]]
 started: list[Run] = []
+programs: list[subprocess.Popen[str]] = []  # what else ends with the script
 _begun = time.monotonic()
 _limit_s = 0.0
 
@@ -53,6 +54,9 @@ def kill_all() -> None:
     for run in started:
         if run.process.poll() is None:
             run.process.kill()
+    for program in programs:
+        if program.poll() is None:
+            program.kill()
     for run in started:
         run.process.wait()
 
