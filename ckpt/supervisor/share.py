@@ -150,7 +150,9 @@ class Share:
                 raise errors.Deadline(f"the run {self.name!r} was still starting after {within_s:g} s") from None
         if gpus is not None and not run.holdings.gpu_bytes and run.state is RunState.AWAKE:
             await run.holdings.look()
-        if run.over or run.child.owns(peer.pid) or (gpus is not None and not set(gpus) & set(run.holdings.gpu_bytes)):
+        known = run.holdings.gpu_bytes
+        elsewhere = gpus is not None and not known.keys() & set(gpus) and (bool(known) or run.state is not RunState.SUSPENDED)
+        if run.over or run.child.owns(peer.pid) or elsewhere:
             return Report("hold", True, False, details={"held": False})
         if self.sharing.pinned and gpus is not None:
             raise errors.RunNotReady(f"the run {self.name!r} is pinned to its GPU", hint=f"gpuckpt suspend {self.name}, or stop it")
