@@ -218,7 +218,18 @@ def running(port: int) -> Iterator[tuple[int, int]]:
     """The server behind a gate: (port of the gate, pid of the supervisor)."""
     folder = tempfile.mkdtemp(prefix="gr-", dir="/tmp")
     log = Path(folder) / "log"
-    command = [sys.executable, __file__, "serve", "--direct-port", str(port), "--host", "127.0.0.1", "--port", "0", *(["quick"] if QUICK else [])]
+    command = [
+        sys.executable,
+        __file__,
+        "serve",
+        "--direct-port",
+        str(port),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        *(["quick"] if QUICK else []),
+    ]
     words = ["gpuckpt", "run", "--name", "bench", "--adapter", "vllm", "--without", "dev-mode", "--", *command]
     with open(log, "w") as file:
         environ = {**os.environ, "GPUCKPT_RUNTIME_DIR": folder, "GPUCKPT_SIMULATE": os.environ.get("GPUCKPT_SIMULATE", folder)}
