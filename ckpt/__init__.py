@@ -19,9 +19,28 @@ if TYPE_CHECKING:
 
     from gpuckpt.model import Report
     from gpuckpt.overview import Overview
+    from gpuckpt.supervisor.lease import Lease
     from gpuckpt.walk import Progress
 
-__all__ = ["recover", "resume", "status", "suspend"]
+__all__ = ["lease", "recover", "resume", "status", "suspend"]
+
+
+def lease(*gpus: int | str, timeout_s: float = 300.0) -> Lease:
+    """Have *gpus* (indices or UUIDs) without runs: ``with gpuckpt.lease(0): train()``.
+
+    The runs of this user on them (``gpuckpt run``) are suspended, once their running requests have ended, and stay so until the
+    ``with`` block or this process ends, even by ``kill -9``. Then those that were awake are resumed.
+
+    Raises
+    ------
+    gpuckpt.errors.Busy, gpuckpt.errors.Deadline
+        A GPU is leased already, or a run was not suspended within *timeout_s*; what had been suspended comes back.
+    gpuckpt.errors.GpuckptError
+        A run refused.
+    """
+    from gpuckpt.supervisor.lease import Lease, uuids
+
+    return Lease(uuids(gpus), within_s=timeout_s)
 
 
 def suspend(

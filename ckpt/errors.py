@@ -104,6 +104,12 @@ class Lost(GpuckptError):
     exit_code = 3
 
 
+class WrongAnswer(Lost):
+    """A server was resumed and answers the golden prompt in another way than before; nobody else was let in."""
+
+    code = "wrong-answer"
+
+
 class CommunicatorBroken(Lost):
     """A communicator is neither usable nor suspended: its suspend broke half-way, or it does not work after its resume."""
 
@@ -267,6 +273,12 @@ class RunNotReady(GpuckptError):
     """The run is starting, stopping or over, or has failed: it can be neither suspended nor resumed now."""
 
     code = "run-not-ready"
+
+
+class Leased(GpuckptError):
+    """A lease or a swap keeps the run from its GPUs; it stays suspended until that ends."""
+
+    code = "leased"
 
 
 class Interrupted(GpuckptError):

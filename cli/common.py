@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ ONLY_OF: dict[str, dict[str, Any]] = {
     "env": {"environment": {}},
     "run": {"dry_run": False, "name": None, "adapter": None, "command_line": None, "environment": None, "changes": None, "listen": None},
     "stop": {},
+    "swap": {"out": None, "in": None},
     "demo": {"gpu_bytes": None, "host_bytes": None, "same_answer": None, "suspend_seconds": None, "resume_seconds": None},
 }
 
@@ -54,6 +56,23 @@ class Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # gene
         if not 0 < seconds < 1e9:
             self.fail(f"{value!r}: a duration is greater than 0 and finite", param, ctx)
         return seconds
+
+
+class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """``64GiB``, ``64G``, ``500MB``; a bare number is bytes. G is GiB, GB is 10^9 bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        match = re.fullmatch(r"([0-9.]+) *([KMGT]?)(iB|B|)", str(value).strip(), re.IGNORECASE)
+        try:
+            number = float(match[1]) if match else -1.0
+        except ValueError:
+            number = -1.0
+        if match is None or number <= 0:
+            self.fail(f"{value!r} is not a size: write 64GiB or 500MB", param, ctx)
+        base = 1000 if match[3].lower() == "b" and match[2] else 1024
+        return int(number * base ** (" KMGT".index(match[2].upper() or " ")))
 
 
 def json_option(f: F) -> F:
@@ -131,6 +150,8 @@ def show_run(report: Report) -> None:
         f"{r['state']}: run {r['name']} (pid {r['child_pid']}, supervisor {r['supervisor_pid']}) for {r['state_seconds']:.0f} s, "
         f"{r['requests_running']} requests running, {r['requests_waiting']} waiting{where}"
     )
+    if r.get("held_by"):
+        click.echo(f"  kept off its GPU: {r['held_by']}")
     if r["last_error"]:
         click.echo(f"  last failure: {r['last_error']['message']} [{r['last_error']['code']}]")
 

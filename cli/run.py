@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import sys
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from gpuckpt import errors
-from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, warn
+from gpuckpt.cli.common import Duration, Size, execute, fail, finish, json_option, warn
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from gpuckpt.supervisor.places import Place
     from gpuckpt.supervisor.supervise import Options
 
-CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
+CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent", "fusion")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -46,6 +45,41 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
 @click.option("--upstream", metavar="URL", help="Of another HTTP server: where it listens.")
 @click.option("--health", default="/health", show_default=True, metavar="PATH", help="With --upstream: answers 200 when it can serve.")
 @click.option("--listen", metavar="[HOST:]PORT", help="Where the gate listens. [default: vllm's --host and --port; 127.0.0.1:8000]")
+@click.option(
+    "--rehearse/--no-rehearse", default=None, help="One suspend and resume before it is ready. [default: with several CUDA processes]"
+)
+@click.option("--probe", is_flag=True, help="vLLM: compare a golden answer after each resume, before held requests are let in.")
+@click.option("--share", is_flag=True, help="Share its GPUs with other runs: ask idle ones to leave, and leave when asked.")
+@click.option("--pin", is_flag=True, help="Never leave the GPU for another run or a lease.")
+@click.option(
+    "--least-awake",
+    "least_awake_s",
+    type=Duration(),
+    default="2s",
+    show_default=True,
+    help="With --share: stay at least this long, five times as long while requests come.",
+)
+@click.option(
+    "--host-budget",
+    "host_budget_bytes",
+    type=Size(),
+    metavar="SIZE",
+    help="Host memory that all your runs together may hold while suspended. [default: what is available]",
+)
+@click.option(
+    "--restart",
+    type=click.Choice(["no", "on-failure"]),
+    default="no",
+    show_default=True,
+    help="Start the command again, five times in a row.",
+)
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True, help="Of what this program logs.")
+@click.option(
+    "--keep", type=click.Choice(["kv_cache"]), help="vLLM: keep the prefix cache too; the driver copies all of it, which is slower."
+)
+@click.option("--hold-comments", "comments_s", type=Duration(), metavar="DURATION", help="Send held streams an SSE comment this often.")
+@click.option("--admin", metavar="HOST:PORT", help="Where vLLM's /sleep, /wake_up and /is_sleeping suspend and resume the run.")
+@click.option("--admin-token-file", metavar="FILE", help="With --admin: holds the bearer token; readable by its owner only.")
 @click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
 @click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the final command and what is added to its environment. Starts nothing.")
@@ -64,6 +98,18 @@ def run(
     upstream: str | None,
     health: str,
     listen: str | None,
+    rehearse: bool | None,
+    probe: bool,
+    share: bool,
+    pin: bool,
+    least_awake_s: float,
+    host_budget_bytes: int | None,
+    restart: str,
+    log_format: str,
+    keep: str | None,
+    comments_s: float | None,
+    admin: str | None,
+    admin_token_file: str | None,
     keep_child: bool,
     accept_loss: tuple[str, ...],
     dry_run: bool,
@@ -85,8 +131,10 @@ def run(
         from gpuckpt.supervisor.supervise import Options
     except ImportError as e:
         fail_to_run(as_json, errors.Usage(f"gpuckpt run needs {e.name}, which is not installed", hint="pip install 'gpuckpt[serve]'"))
-    from gpuckpt.supervisor import places, vllm
-    from gpuckpt.supervisor.state import Policy
+    from gpuckpt.supervisor import adopt, places, vllm
+    from gpuckpt.supervisor.admin import read_token
+    from gpuckpt.supervisor.model import Policy
+    from gpuckpt.supervisor.share import Sharing
 
     try:
         called = name or places.name_for(list(command))
@@ -94,21 +142,48 @@ def run(
             raise errors.Usage(f"{called!r} cannot be a name: letters, digits, '.', '_', '-', at most 32, not all digits")
         vllm.refuse_container(command)
         kind = _adapter(adapter, upstream, command)
+        if bool(admin) != bool(admin_token_file):
+            raise errors.Usage("--admin and --admin-token-file belong together")
+        if probe and (kind != "vllm" or "gate" in without):
+            raise errors.Usage("--probe asks vLLM through the gate; this command has none")
 
         def prepare(socket: str) -> tuple[vllm.Prepared, Options]:
             prepared = vllm.Prepared(command, {}, gate=kind == "url")
             if kind == "vllm":
                 prepared = vllm.prepare(command, os.environ, socket, without)
-            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss))
+            rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
+            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe)
+            sharing = Sharing(share, pin, least_awake_s)
             where = _listen(listen, prepared, kind)
-            return prepared, Options(called, kind, upstream or "", health, where, idle_s, hold_s, max_waiting, keep_child, policy)
+            return prepared, Options(
+                called,
+                kind,
+                upstream or "",
+                health,
+                where,
+                idle_s,
+                hold_s,
+                max_waiting,
+                keep_child,
+                policy,
+                sharing,
+                host_budget_bytes,
+                restart == "on-failure",
+                comments_s,
+                _address(admin, "--admin") if admin else None,
+                read_token(admin_token_file) if admin and admin_token_file else "",
+                keep == "kv_cache",
+                command,
+            )
 
         if dry_run:
             planned = prepare(str(places.runtime_directory() / f"{called}.XXXXXXXX" / "http.sock"))
             execute("run", as_json, lambda: _plan(*planned), _show_plan)
         prepare("checked before anything is taken")
+        if noted := places.orphan_facts(called):
+            adopt.check_command(noted, list(command), called)
         with places.Place(called) as place:
-            code = _supervise(*prepare(str(place.upstream)), place)
+            code = _supervise(*prepare(str(place.upstream)), place, log_format)
     except errors.GpuckptError as e:
         fail_to_run(as_json, e)
     finish(code)
@@ -141,12 +216,13 @@ def fail_to_run(as_json: bool, error: errors.GpuckptError) -> NoReturn:
     fail("run", as_json, error, status=error.status if isinstance(error, errors.CannotStart) else 125)
 
 
-def _supervise(prepared: vllm.Prepared, options: Options, place: Place) -> int:
+def _supervise(prepared: vllm.Prepared, options: Options, place: Place, log_format: str) -> int:
     import asyncio
 
+    from gpuckpt.supervisor import logs
     from gpuckpt.supervisor.supervise import supervise
 
-    logging.basicConfig(level=logging.INFO, format=f"gpuckpt run {options.name}: %(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, handlers=[logs.handler(options.name, log_format)])
     logging.raiseExceptions = False  # a log that cannot be written is no reason for anything
     for text in prepared.warnings:
         warn(text)
@@ -172,9 +248,13 @@ def _adapter(chosen: str, upstream: str | None, command: tuple[str, ...]) -> str
 def _listen(text: str | None, prepared: vllm.Prepared, kind: str) -> tuple[str, int]:
     if text is None:
         return (prepared.host, prepared.port) if kind == "vllm" else ("127.0.0.1", 8000)
+    return _address(text, "--listen")
+
+
+def _address(text: str, option: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise errors.Usage(f"--listen {text}: [HOST:]PORT")
+        raise errors.Usage(f"{option} {text}: [HOST:]PORT")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 

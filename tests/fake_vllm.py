@@ -19,6 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gpuckpt.driver.api import CallError
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 
 GIB = 1 << 30
@@ -30,6 +31,7 @@ class Server:
         self.world = SimulatedWorldDir(os.environ["GPUCKPT_SIMULATE"])
         self.log = open(options.log, "a", buffering=1)  # noqa: SIM115 - for as long as it lives
         self.sleeping = False
+        self.wakes = 0
         self.running = 0
         self.served = 0
         self.status = dict(s.split("=") for s in options.status)
@@ -44,6 +46,11 @@ class Server:
             self.note("computed asleep")
             os._exit(66)
         await asyncio.to_thread(self._call)
+
+    def _take(self, gib: float) -> None:
+        """More of the GPU, or less."""
+        with self.world.transaction() as world:
+            world.rules.alloc(os.getpid(), round(gib * GIB))
 
     def _call(self) -> None:
         with self.world.cuda_call(os.getpid()):
@@ -84,7 +91,10 @@ class Server:
             )
         if not body.get("stream"):
             await asyncio.sleep(seconds)
-            return web.json_response({"id": body.get("id"), "choices": [{"text": self.options.golden}], "served": self.served})
+            golden = self.options.golden
+            if self.wakes >= self.options.forgets_at and body.get("model") in self.options.forgets:
+                golden = f"not {golden}"
+            return web.json_response({"id": body.get("id"), "choices": [{"text": golden}], "served": self.served})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         count = int(body.get("chunks", 5))
@@ -101,21 +111,36 @@ class Server:
         self.note("sleep", running=self.running, query=dict(request.query))
         await asyncio.sleep(self.options.slow_sleep)
         await asyncio.to_thread(self._call)
+        if request.query["level"] == "0":  # no new work, and nothing more
+            self.sleeping = True
+            return web.Response()
+        if not self.sleeping:
+            self._take(-self.options.sleep_frees)
         self.sleeping = True
         return web.Response()
 
     async def wake(self, request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(self.options.slow_wake)
         await asyncio.to_thread(self._call)
+        try:
+            if self.sleeping and request.query.get("tags") != "scheduling":
+                self._take(self.options.sleep_frees)
+        except CallError:
+            self.note("out of memory")
+            return web.json_response({"error": "out of memory"}, status=500)
         self.sleeping = False
+        self.wakes += 1
         self.note("woken")
         return web.Response()
+
+    async def is_sleeping(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"is_sleeping": self.sleeping})
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         return web.Response()
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [{"id": self.options.model}]})
+        return web.json_response({"object": "list", "data": [{"id": name} for name in (self.options.model, *self.options.lora)]})
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=f"# TYPE vllm:requests counter\nvllm:requests_total {self.served}\n")
@@ -166,7 +191,11 @@ async def main() -> None:
             web.get("/metrics", server.metrics),
             web.get("/version", server.models),
             web.get("/load", server.models),
-            *([web.post("/sleep", server.sleep), web.post("/wake_up", server.wake)] if dev else []),
+            *(
+                [web.post("/sleep", server.sleep), web.post("/wake_up", server.wake), web.get("/is_sleeping", server.is_sleeping)]
+                if dev
+                else []
+            ),
         ]
     )
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -199,11 +228,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--disable-custom-all-reduce", action="store_true")
     parser.add_argument("--gib", type=float, default=8.0)
+    parser.add_argument("--sleep-frees", type=float, default=0.0, help="GiB, which it takes again when it wakes")
     parser.add_argument("--slow-sleep", type=float, default=0.0)
     parser.add_argument("--slow-wake", type=float, default=0.0)
     parser.add_argument("--slow-load", type=float, default=0.0)
     parser.add_argument("--status", action="append", default=[])
     parser.add_argument("--golden", default="forty-two")
+    parser.add_argument("--lora", action="append", default=[], help="one more model")
+    parser.add_argument("--forgets", action="append", default=[], help="a model that answers otherwise once it was asleep")
+    parser.add_argument("--forgets-at", type=int, default=1, help="so many times")
     parser.add_argument("--at-once", type=int, default=10000)
     parser.add_argument("--backlog", type=int, default=128)
     parser.add_argument("--workers", type=int, default=0)

@@ -86,8 +86,17 @@ class Serving:
 
     @property
     def facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.stage.gpuckpt("status", self.name).document["run"]
+        found: dict[str, Any] = self.ask("status")["run"]
         return found
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """What its control socket answers: quicker than a command of its own."""
+        with socket.socket(socket.AF_UNIX) as s:
+            s.settimeout(PATIENCE_S)
+            s.connect(str(self.stage.runtime / f"{self.name}.sock"))
+            s.sendall(json.dumps({"schema": 1, "command": command}).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(s.makefile("rb").readline())
+            return answer
 
     @property
     def stderr(self) -> str:
@@ -152,6 +161,10 @@ class Serving:
     def complete(self, headers: dict[str, str] | None = None, **body: Any) -> Answer:
         return self.request("POST", "/v1/completions", body, headers)
 
+    def complete_when_it_listens(self, **body: Any) -> Answer:
+        eventually(lambda: self.port or self.process.poll() is not None, "the gate listens", PATIENCE_S)
+        return self.complete(**body)
+
     def begin(self, headers: dict[str, str] | None = None, **body: Any) -> Client:
         """A completion, and no waiting for it."""
         return Client(self, "POST", "/v1/completions", body, headers)
@@ -163,8 +176,8 @@ class Serving:
         return s
 
     def suspended(self) -> Serving:
-        result = self.stage.gpuckpt("suspend", self.name)
-        assert result.code == 0, result
+        answer = self.ask("suspend")
+        assert answer["ok"], answer["error"]
         return self
 
     def signal(self, signum: int) -> None:

@@ -54,20 +54,38 @@ def test_all_changes() -> None:
     )
     assert made.environ == {"VLLM_SERVER_DEV_MODE": "1"}
     assert (made.host, made.port, made.sleeps, made.hidden) == ("0.0.0.0", 9000, True, True)
-    assert set(made.changes) == set(vllm.CHANGES)
+    assert set(made.changes) == set(vllm.CHANGES) - {"nccl", "agent", "fusion"}, "one GPU has no communicators"
     assert made.warnings == ()
+
+
+@pytest.mark.parametrize("words", [("-tp", "2"), ("--tensor-parallel-size=2",), ("-pp=2",), ("--data_parallel_size", "2")])
+def test_several_gpus(words: tuple[str, ...]) -> None:
+    made = prepare(*words, NCCL_NVLS_ENABLE="1")
+    assert set(made.changes) == set(vllm.CHANGES)
+    assert made.gpu_count == 2
+    assert made.environ["GPUCKPT_AGENT"] == made.environ["NCCL_CUMEM_ENABLE"] == "1"
+    assert made.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+    assert "NCCL_NVLS_ENABLE" not in made.environ
+    assert [w for w in made.warnings if "NCCL_NVLS_ENABLE=1" in w]
+    assert made.command[-2:] == ("--compilation-config", vllm.FUSION_OFF)
+    assert "--compilation-config was set by you" in prepare(*words, "--compilation-config", "{}").warnings[-1]
+    assert "GPUCKPT_AGENT" not in prepare(*words, without=("agent",)).environ
+    made = prepare(*words, without=("nccl", "agent", "fusion"))
+    assert made.environ == {"VLLM_SERVER_DEV_MODE": "1"}
+    assert set(words) <= set(made.command)
 
 
 @pytest.mark.parametrize("change", vllm.CHANGES)
 def test_each_change_can_be_refused_alone(change: str) -> None:
     made = prepare("--port", "9000", without=(change,))
     assert change not in made.changes
+    assert made.gpu_count == 1
     assert ("--uds" in made.command) == (change != "gate")
     assert ("--port" in made.command) == (change == "gate")
     assert ("--enable-sleep-mode" in made.command) == (change != "sleep-mode")
     assert ("--disable-custom-all-reduce" in made.command) == (change != "custom-all-reduce")
     assert (made.environ == {}) == (change in ("dev-mode", "gate"))
-    assert made.sleeps == (change == "custom-all-reduce")
+    assert made.sleeps == (change not in ("gate", "dev-mode", "sleep-mode"))
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from gpuckpt import errors
@@ -26,17 +28,20 @@ EXIT_OWN_FAILURE, EXIT_CANNOT_RUN, EXIT_NOT_FOUND = 125, 126, 127
 class Child:
     """One command. ``exited`` becomes its exit code (128+n for a signal) when the last process of its tree is gone."""
 
-    def __init__(self, keeper: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self._keeper, self._reader, self._writer = keeper, reader, writer
+    def __init__(
+        self, keeper_pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, keeper: subprocess.Popen[bytes] | None
+    ) -> None:
+        self.keeper_pid, self._reader, self._writer, self._keeper = keeper_pid, reader, writer, keeper
         self.pid = pid
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], environ: Mapping[str, str], *, keep_child: bool = False, holding: Sequence[int] = ()
+        cls, command: Sequence[str], environ: Mapping[str, str], *, name_fd: int | None = None, adopt_at: Path | None = None
     ) -> Child:
-        """Start *command*. The keeper holds the descriptors *holding* open until the whole tree is gone.
+        """Start *command*. The keeper holds the descriptor *name_fd* open until the whole tree is gone; with *adopt_at* the tree outlives
+        this supervisor, and the next one comes for it there.
 
         Raises :class:`gpuckpt.errors.CannotStart`, whose ``status`` is 126 or 127, where there is no such program.
         """
@@ -45,11 +50,12 @@ class Child:
             keeper = subprocess.Popen(
                 [sys.executable, "-P", "-m", "gpuckpt.supervisor.keeper"],
                 env={**os.environ, "GPUCKPT_KEEPER_FD": str(theirs.fileno())},
-                pass_fds=[theirs.fileno(), *holding],
+                pass_fds=[theirs.fileno(), *([] if name_fd is None else [name_fd])],
                 start_new_session=True,
             )
         reader, writer = await asyncio.open_connection(sock=ours)
-        order = {"command": list(command), "environ": dict(environ), "keep_child": keep_child}
+        order: dict[str, Any] = {"command": list(command), "environ": dict(environ)}
+        order |= {"name_fd": name_fd if name_fd is not None else -1, "adopt_at": str(adopt_at or "")}
         writer.write(json.dumps(order).encode() + b"\n")
         answer = json.loads(await reader.readline() or b"{}")
         if "started" not in answer:
@@ -60,11 +66,14 @@ class Child:
             error = errors.CannotStart(f"{command[0]} cannot be started: {reason}", hint="check the command after --")
             error.status = {errno.ENOENT: EXIT_NOT_FOUND, 0: EXIT_OWN_FAILURE}.get(code, EXIT_CANNOT_RUN)
             raise error
-        return cls(keeper, reader, writer, answer["started"])
+        return cls(keeper.pid, reader, writer, answer["started"], keeper)
 
-    @property
-    def keeper_pid(self) -> int:
-        return self._keeper.pid
+    @classmethod
+    async def adopt(cls, connection: socket.socket, pid: int) -> Child:
+        """The child *pid* of an earlier supervisor, by a *connection* to its keeper."""
+        keeper_pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        reader, writer = await asyncio.open_connection(sock=connection)
+        return cls(keeper_pid, reader, writer, pid, None)
 
     @property
     def alive(self) -> bool:
@@ -72,11 +81,11 @@ class Child:
 
     def tree(self) -> list[int]:
         """The command and all that descends from it."""
-        return descendants(self._keeper.pid)
+        return descendants(self.keeper_pid)
 
     def owns(self, pid: int) -> bool:
         """Whether *pid* belongs to the tree."""
-        return self._keeper.pid in processes.ancestors(pid, processes.table())
+        return self.keeper_pid in processes.ancestors(pid, processes.table())
 
     def send(self, signum: int) -> None:
         """Send a signal to the command's process group."""
@@ -106,6 +115,7 @@ class Child:
             status = json.loads(line)["exited"]
             code = os.waitstatus_to_exitcode(status)
             code = 128 - code if code < 0 else code
-        await asyncio.to_thread(self._keeper.wait)
+        if self._keeper is not None:
+            await asyncio.to_thread(self._keeper.wait)
         if not self.exited.done():
             self.exited.set_result(code)

@@ -1,7 +1,7 @@
 """The control socket of a run, both ends: ``gpuckpt suspend NAME`` and its like ask, the supervisor answers.
 
-One JSON line each way, then the connection ends. Only the run's own user and root are answered. The asking side imports nothing of
-the serving one, so that a command starts as fast as ever.
+One JSON line each way, then the connection ends; whoever had a run held keeps it open until that shall end. Only the run's own user
+and root are answered. The asking side imports nothing of the serving one, so that a command starts as fast as ever.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
 from gpuckpt.supervisor import places
 
+if TYPE_CHECKING:
+    from gpuckpt.model import Report
+
 SCHEMA = 1
-COMMANDS = ("suspend", "resume", "status", "stop")
+COMMANDS = ("suspend", "resume", "status", "stop", "give-way", "hold")
 _LINE_BYTES = 1 << 20
 
 
@@ -70,10 +73,26 @@ def _check_owner(path: Path) -> None:
         raise PermissionError(f"{path} is not ours")
 
 
+class Peer:
+    """Whoever asked. ``then`` is done when it closes its end, and answered too; ``said`` is what it said last before that."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader) -> None:
+        self.pid = pid
+        self.said: dict[str, Any] = {}
+        self.then: Callable[[], Awaitable[Report]] | None = None
+        self._reader = reader
+
+    async def left(self) -> None:
+        """Wait until it has closed its end, or died."""
+        with contextlib.suppress(OSError, ValueError):
+            while line := await self._reader.readline():
+                self.said = json.loads(line)
+
+
 class ControlServer:
     """Answers on the control socket with what *answer* says."""
 
-    def __init__(self, path: Path, answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> None:
+    def __init__(self, path: Path, answer: Callable[[dict[str, Any], Peer], Awaitable[dict[str, Any]]]) -> None:
         self._path, self._answer = path, answer
         self._server: asyncio.Server | None = None
 
@@ -93,14 +112,23 @@ class ControlServer:
         try:
             sock: socket.socket = writer.get_extra_info("socket")
             line = await reader.readline()  # also of a stranger: closing on unread bytes would take the answer away
-            uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            peer = Peer(pid, reader)
             if uid not in (0, os.geteuid()):
                 error: errors.GpuckptError = errors.PermissionDenied(f"uid {uid} may not control this run", hint="sudo gpuckpt …")
                 document = _failed("status", error)
             else:
-                document = await self._document(line)
-            writer.write(json.dumps(document).encode() + b"\n")
-            await writer.drain()
+                document = await self._document(line, peer)
+            try:
+                writer.write(json.dumps(document).encode() + b"\n")
+                await writer.drain()
+            finally:
+                if peer.then is not None:
+                    await peer.left()
+                    document = await self._guarded("hold", peer.then)
+            if peer.then is not None:
+                writer.write(json.dumps(document).encode() + b"\n")
+                await writer.drain()
         except (OSError, ValueError, asyncio.LimitOverrunError):
             pass  # whoever asked has gone, or speaks something else
         finally:
@@ -108,7 +136,7 @@ class ControlServer:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    async def _document(self, line: bytes) -> dict[str, Any]:
+    async def _document(self, line: bytes, peer: Peer) -> dict[str, Any]:
         try:
             order = json.loads(line)
             command = order["command"]
@@ -117,7 +145,14 @@ class ControlServer:
         if command not in COMMANDS or order.get("schema") != SCHEMA:
             return _failed(str(command), errors.Usage(f"this run does not know the command {command!r}", hint="use gpuckpt of its version"))
         try:
-            return await self._answer(order)
+            return await self._answer(order, peer)
+        except errors.GpuckptError as e:
+            return _failed(command, e)
+
+    @staticmethod
+    async def _guarded(command: str, act: Callable[[], Awaitable[Report]]) -> dict[str, Any]:
+        try:
+            return {**(await act()).as_dict(), "acted": True}
         except errors.GpuckptError as e:
             return _failed(command, e)
 

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 from gpuckpt.errors import GpuckptError
-from gpuckpt.supervisor.state import Run, RunState
+from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.state import Run
 
 log = logging.getLogger("gpuckpt.run")
 
@@ -34,7 +35,7 @@ class Engines:
         if state is RunState.AWAKE:
             self.follow([p for p in self._run.child.tree() if _title(p).startswith(TITLE)])
         elif state is RunState.SUSPENDED:
-            self.follow(self._run.pids)
+            self.follow(self._run.holdings.pids)
 
     def follow(self, pids: list[int]) -> None:
         for pid in pids:

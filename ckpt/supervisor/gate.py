@@ -6,6 +6,7 @@ of the form that OpenAI clients understand.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import logging
@@ -19,8 +20,10 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from gpuckpt.supervisor import paths
+from gpuckpt.supervisor.held_stream import HeldStream
 from gpuckpt.supervisor.metrics import Metrics
-from gpuckpt.supervisor.state import Run, RunState
+from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Expired, Full, Unavailable
 from gpuckpt.supervisor.upstream import Upstream
 from gpuckpt.supervisor.websocket import tunnel
@@ -40,9 +43,19 @@ SHORT_BYTES = 1 << 16
 class Gate:
     """Answers requests for one run."""
 
-    def __init__(self, run: Run, upstream: Upstream, metrics: Metrics, *, keys: Sequence[str] = (), hidden: bool = False) -> None:
+    def __init__(
+        self,
+        run: Run,
+        upstream: Upstream,
+        metrics: Metrics,
+        *,
+        keys: Sequence[str] = (),
+        hidden: bool = False,
+        comments_s: float | None = None,
+    ) -> None:
         self.run, self.upstream, self.metrics = run, upstream, metrics
         self._keys, self._hidden = [k.encode() for k in keys], hidden
+        self._comments_s = comments_s
         self._last_metrics = b""
         self._runner: web.ServerRunner | None = None
         self.address: tuple[str, int] = ("", 0)
@@ -76,25 +89,50 @@ class Gate:
             return await self._look(request, target)
         if not self._allowed(request):
             return self._refuse(401, "unauthorized", "the API key is missing or wrong", "invalid_request_error")
+        held: HeldStream | None = None
         try:
-            await self.run.traffic.enter()
-        except Full:
-            words = f"{self.run.traffic.max_waiting} requests are waiting already, as many as may"
-            return self._refuse(429, "too-many-waiting", words, "rate_limit_error", retry=True)
-        except Expired:
-            words = f"the model was not ready within {self.run.traffic.hold_s:g} s (it is {self.run.state}); try again"
-            return self._refuse(503, "waking", words, retry=True)
-        except Unavailable as e:
-            ended = self.run.state is RunState.ENDED  # while it stops, another replica may be there: try again
-            return self._refuse(502 if ended else 503, e.error.code, e.error.message, retry=not ended)
+            if self._comments_s is None or upgrade or self.run.traffic.is_open:
+                await self.run.traffic.enter()
+            else:
+                held = HeldStream(request)
+                await self._enter_held(held, self._comments_s)
+        except (Full, Expired, Unavailable) as e:
+            refusal = self._not_let_in(e)
+            return await held.fail(refusal.text or "") if held is not None and held.begun else refusal
         try:
-            return await (tunnel(request, self.upstream, target) if upgrade else self._forward(request, target))
+            return await (tunnel(request, self.upstream, target) if upgrade else self._forward(request, target, held))
         except aiohttp.WSServerHandshakeError as e:
             return self._refuse(e.status, "upgrade-refused", f"the server refused the WebSocket: {e.message}")
         except (aiohttp.ClientError, OSError) as e:
             return self._unreachable(e)
         finally:
             self.run.traffic.leave()
+
+    async def _enter_held(self, held: HeldStream, every_s: float) -> None:
+        place = asyncio.ensure_future(self.run.traffic.enter())
+        try:
+            await asyncio.sleep(0)  # if there is no place, that is known before the body is read
+            if not place.done():
+                await held.wait(place, every_s)
+            await place
+        except BaseException:
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self.run.traffic.leave()
+            place.cancel()
+            await asyncio.gather(place, return_exceptions=True)
+            raise
+
+    def _not_let_in(self, error: Exception) -> web.Response:
+        traffic = self.run.traffic
+        if isinstance(error, Full):
+            words = f"{traffic.max_waiting} requests are waiting already, as many as may"
+            return self._refuse(429, "too-many-waiting", words, "rate_limit_error", retry=True)
+        if isinstance(error, Unavailable):
+            ended = self.run.state is RunState.ENDED  # while it stops, another replica may be there: try again
+            return self._refuse(502 if ended else 503, error.error.code, error.error.message, retry=not ended)
+        why = next(iter(self.run.holds.values()), "")
+        words = f"the model was not ready within {traffic.hold_s:g} s (it is {self.run.state}{f': {why}' if why else ''}); try again"
+        return self._refuse(503, "waking", words, retry=True)
 
     # What the gate answers by itself.
 
@@ -156,9 +194,11 @@ class Gate:
         except (aiohttp.ClientError, OSError) as e:
             return self._unreachable(e)
 
-    async def _forward(self, request: web.BaseRequest, target: str) -> web.StreamResponse:
+    async def _forward(self, request: web.BaseRequest, target: str, held: HeldStream | None = None) -> web.StreamResponse:
         """Pass *request* on and its answer back. Raises only while nothing of an answer has been sent."""
-        body = await self._body(request) if request.body_exists else None
+        body: bytes | AsyncIterator[bytes] | None = None
+        if request.body_exists:
+            body = held.body if held is not None and held.body is not None else await self._body(request)
         async with self.upstream.session.request(
             request.method,
             URL(self.upstream.base + target, encoded=True),
@@ -166,9 +206,16 @@ class Gate:
             data=body,
             allow_redirects=False,
         ) as answer:
+            if held is not None and held.begun:
+                return await self._fill(held, answer, request)
+            nbytes = answer.content_length
+            empty = request.method == hdrs.METH_HEAD or answer.status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
+            if nbytes is not None and nbytes <= SHORT_BYTES and not empty:
+                body = await answer.read()  # goes in one packet with its head
+                return web.Response(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers), body=body)
             response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers))
             await response.prepare(request)
-            if request.method == hdrs.METH_HEAD or answer.status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
+            if empty:
                 return response
             try:
                 async for chunk in answer.content.iter_any():
@@ -179,6 +226,16 @@ class Gate:
                 if request.transport is not None:
                     request.transport.abort()  # an answer that is cut short must not look whole
             return response
+
+    @staticmethod
+    async def _fill(held: HeldStream, answer: aiohttp.ClientResponse, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await held.fill(answer)
+        except (aiohttp.ClientError, OSError) as e:
+            log.info("%s: cut short: %s", request.path, e)
+            if request.transport is not None:
+                request.transport.abort()
+            return held.response
 
     @staticmethod
     async def _body(request: web.BaseRequest) -> bytes | AsyncIterator[bytes]:

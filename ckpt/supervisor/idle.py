@@ -10,7 +10,8 @@ import logging
 import time
 
 from gpuckpt import errors
-from gpuckpt.supervisor.state import Run, RunState
+from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.state import Run
 
 log = logging.getLogger("gpuckpt.run")
 

@@ -4,6 +4,9 @@ It is a process of its own because the supervisor cannot clean up after its own 
 the tree, also those that made a session of their own, so none can be overlooked. It speaks JSON lines over the socket that
 ``GPUCKPT_KEEPER_FD`` names: first the order to start, then ``{"signal": N}``, ``{"stop": N, "grace_s": S}`` or ``{"kill": true}``;
 it answers ``{"started": PID}`` or ``{"failed": ERRNO, "what": …}``, and at last ``{"exited": STATUS}`` (as ``os.waitpid`` gives it).
+
+Where the child shall outlive its supervisor, the keeper listens on a socket for the next one: whoever of the same user connects gets
+``{"started": PID}`` again, with the descriptor that holds the run's name, and is the supervisor from then on.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from gpuckpt.inspect.processes import KEEPER, table
@@ -33,9 +38,9 @@ _POLL_S = 0.02
 class Keeper:
     """One command from its start to the end of its last descendant."""
 
-    def __init__(self, supervisor: socket.socket, keep_child: bool) -> None:
+    def __init__(self, supervisor: socket.socket, listener: socket.socket | None = None, name_fd: int = -1) -> None:
         self._supervisor: socket.socket | None = supervisor
-        self._keep_child = keep_child
+        self._listener, self._name_fd = listener, name_fd
         self._unread = b""
         self._status: int | None = None
         self._kill_at: float | None = None
@@ -64,17 +69,24 @@ class Keeper:
         self._tell(exited=self._status)
         if self._supervisor is not None:
             self._supervisor.close()
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                Path(self._listener.getsockname()).unlink()
 
     def _wait(self) -> None:
         """Until something happens: an order, the supervisor's death, a child's, or the end of the grace."""
         timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-        watched: list[int | socket.socket] = [self._woken, *([self._supervisor] if self._supervisor else [])]
+        watched: list[int | socket.socket] = [self._woken]
+        if other := self._supervisor or self._listener:
+            watched.append(other)
         ready, _, _ = select.select(watched, [], [], timeout)
         if self._woken in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
         if self._supervisor is not None and self._supervisor in ready:
             self._receive()
+        elif self._listener is not None and self._listener in ready:
+            self._accept()
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self.kill()
             self._kill_at = time.monotonic() + 0.2  # until the command is gone
@@ -89,12 +101,25 @@ class Keeper:
         if not data:
             self._supervisor.close()
             self._supervisor = None
-            if not self._keep_child:
+            self._unread = b""
+            if self._listener is None:
                 self._kill_at = time.monotonic()
             return
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             self._obey(json.loads(line))
+
+    def _accept(self) -> None:
+        """A supervisor comes for a child that has lost its own."""
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            new, _ = self._listener.accept()
+            uid = struct.unpack("3i", new.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            if uid not in (0, os.geteuid()):
+                new.close()
+                return
+            socket.send_fds(new, [json.dumps({"started": self.child}).encode() + b"\n"], [self._name_fd])
+            self._supervisor = new
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "signal" in order:
@@ -193,7 +218,12 @@ def main() -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with supervisor.makefile("rb", buffering=0) as stream:
         order = json.loads(stream.readline())
-    Keeper(supervisor, order["keep_child"]).run(order["command"], order["environ"])
+    listener = None
+    if path := order["adopt_at"]:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+    Keeper(supervisor, listener, order["name_fd"]).run(order["command"], order["environ"])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from gpuckpt.model import Report
-from gpuckpt.supervisor.state import Run, RunState
+from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.state import Run
 
 if TYPE_CHECKING:
     from gpuckpt.errors import GpuckptError
@@ -29,7 +30,10 @@ class Metrics:
             "gpuckpt_operations", "Suspends and resumes by outcome", ["operation", "outcome"], registry=self.registry
         )
         self._resumes = Counter("gpuckpt_resumes", "Resumes that were done, by who asked", ["reason"], registry=self.registry)
-        self._host = Gauge("gpuckpt_host_bytes", "Host memory that holds what was on the GPUs", registry=self.registry)
+        host = Gauge("gpuckpt_host_bytes", "Host memory that holds what was on the GPUs", registry=self.registry)
+        host.set_function(lambda: run.holdings.host_bytes)
+        self._gpu = Gauge("gpuckpt_gpu_bytes", "What it holds on each GPU; as it was last seen awake", ["gpu"], registry=self.registry)
+        self._run = run
         waiting = Gauge("gpuckpt_requests_waiting", "Requests that are held", registry=self.registry)
         waiting.set_function(lambda: run.traffic.waiting)
         running = Gauge("gpuckpt_requests_running", "Requests that the server works on", registry=self.registry)
@@ -40,13 +44,14 @@ class Metrics:
         run.finished.append(self._finished)
 
     def text(self) -> bytes:
+        here = self._run.state in (RunState.STARTING, RunState.AWAKE, RunState.DRAINING)
+        for uuid, nbytes in self._run.holdings.gpu_bytes.items():
+            self._gpu.labels(uuid).set(nbytes if here else 0)
         return bytes(generate_latest(self.registry))
 
     def _entered(self, state: RunState) -> None:
         for each in RunState:
             self._state.labels(each.value).set(each is state)
-        if state is RunState.AWAKE:
-            self._host.set(0)
 
     def _finished(self, operation: str, reason: str, outcome: Report | GpuckptError, seconds: float) -> None:
         ok = isinstance(outcome, Report)
@@ -58,5 +63,3 @@ class Metrics:
             self._seconds.labels(operation, step.name).observe(step.seconds)
         if operation == "resume":
             self._resumes.labels(reason).inc()
-        else:
-            self._host.set(sum(p.host_bytes for p in outcome.processes))

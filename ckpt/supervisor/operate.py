@@ -1,7 +1,7 @@
 """One suspend or resume of a supervised tree, in a process of its own: a driver or a library that hangs there hangs nothing else.
 
-``python -m gpuckpt.supervisor.operate`` takes its order as one JSON argument and prints the report, as ``--json`` does. SIGTERM makes
-it go back, as it does for the commands; it gets one when its supervisor dies.
+``python -m gpuckpt.supervisor.operate`` takes its order as one JSON argument and prints a line for each step that it comes to, then the
+report, as ``--json`` does. SIGTERM makes it go back, as it does for the commands; it gets one when its supervisor dies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from gpuckpt import errors
@@ -20,44 +21,84 @@ from gpuckpt.model import GpuReport, Hazard, ProcessReport, Report, Step
 
 #: How long an operation may take at the very most, in seconds. It has deadlines of its own; this is for where it never gets to them.
 LIMIT_S = 1800.0
+#: How long its process may take to end once it is let go, in seconds.
+_END_S = 5.0
+_LINE_BYTES = 1 << 24
+_PROGRESS = b'{"progress"'
 
 
 class Worker:
-    """An operation under way."""
+    """An operation under way. *told* is called with each step that it comes to, and with what it waits for there ("" if nothing).
 
-    def __init__(self) -> None:
+    A resume holds its GPUs until :meth:`finish`: what the server takes when it wakes up is taken after the driver's part.
+    """
+
+    def __init__(self, told: Callable[[str, str], None] = lambda _step, _waits: None) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._interrupted = False
+        self._told = told
+        self.busy = True  # until it has told how it ended
 
     async def run(
-        self, command: str, pids: Sequence[int], *, timeout_s: float | None = None, wait_s: float = 0.0, accept: Collection[str] = ()
+        self,
+        command: str,
+        pids: Sequence[int] = (),
+        *,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
+        accept: Collection[str] = (),
+        reserved: Mapping[str, int] | None = None,
+        host_left: tuple[int, str] | None = None,
     ) -> Report:
-        """Suspend or resume the tree of *pids*, or "check" whether a suspend would be refused.
+        """Suspend or resume the tree of *pids*; "check" whether a suspend would be refused; "look" what they hold; hold GPUs once
+        they have "room"; or name the "gpus".
+
+        *reserved*: bytes on each GPU that a resume must find free beyond what the driver puts back. *host_left*: bytes of host memory
+        that a suspend may take, and in words why not more; what it will take is told as the step "host-memory", before it locks.
 
         Raises what the operation raised, with its ``report`` if it had begun to act.
 
         Raises :class:`gpuckpt.errors.InFlight` where it does not answer within :data:`LIMIT_S`; it is left to itself then.
         """
-        order = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
+        order: dict[str, Any] = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
+        order |= {"reserved": dict(reserved or {}), "host_left": host_left}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # nothing in the directory where we were started takes the place of a module
             "-m",
             "gpuckpt.supervisor.operate",
             json.dumps(order),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,
+            limit=_LINE_BYTES,
         )
         if self._interrupted:
             self.interrupt()
-        assert self._process.stdout is not None
         try:
-            output = await asyncio.wait_for(self._process.stdout.read(), LIMIT_S + wait_s)
-            await self._process.wait()
+            output = await asyncio.wait_for(self._listen(self._process), LIMIT_S + wait_s)
         except TimeoutError:
             raise errors.InFlight(f"the {command} did not answer within {LIMIT_S + wait_s:.0f} s", hint="gpuckpt status") from None
+        finally:
+            self.busy = False
         return report_or_raise(command, output)
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> bytes:
+        """The line that is its report; b"" if it ended without one."""
+        assert process.stdout is not None
+        async for line in process.stdout:
+            if not line.startswith(_PROGRESS):
+                return line
+            self._told(*json.loads(line)["progress"])
+        return b""
+
+    async def finish(self) -> None:
+        """Let go of the GPUs. Called once, however it ended."""
+        if self._process is None or self._process.stdin is None:
+            return
+        self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _END_S)
 
     def interrupt(self) -> None:
         """Ask it to go back to where things were."""
@@ -104,6 +145,14 @@ def report_of(document: dict[str, Any]) -> Report:
     )
 
 
+def held_bytes(report: Report) -> dict[str, int]:
+    """What the processes of *report* hold on each GPU, or held before it."""
+    found: dict[str, int] = {}
+    for gpu in (g for p in report.processes for g in p.gpus):
+        found[gpu.uuid] = found.get(gpu.uuid, 0) + max(gpu.bytes_before or 0, gpu.bytes_after or 0)
+    return found
+
+
 def main() -> None:
     from gpuckpt.supervisor.keeper import PR_SET_PDEATHSIG, prctl
 
@@ -116,20 +165,46 @@ def main() -> None:
     except errors.GpuckptError as e:
         acted = e.report is not None
         report = e.report or Report(order["command"], False, simulated, error=e.as_dict())
-    print(json.dumps({**report.as_dict(), "acted": acted}), flush=True)
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        print(json.dumps({**report.as_dict(), "acted": acted}), flush=True)
+        sys.stdin.read()  # what it holds is held until nobody has the other end
     os._exit(0)
 
 
-def _operate(command: str, pids: list[int], timeout_s: float | None, wait_s: float, accept: list[str]) -> Report:
-    from gpuckpt.local import LocalWorld
+def _operate(
+    command: str,
+    pids: list[int],
+    timeout_s: float | None,
+    wait_s: float,
+    accept: list[str],
+    reserved: dict[str, int],
+    host_left: tuple[int, str] | None,
+) -> Report:
+    from gpuckpt.group import as_found
     from gpuckpt.operation import Operation
+    from gpuckpt.supervisor.reserve import ReservingWorld
+    from gpuckpt.walk import Progress
 
-    with LocalWorld(command=command) as world, world.interruptible():
-        operation = Operation(world, command, timeout_s=timeout_s, accept=frozenset(accept))
-        if command == "check":
-            operation.refuse(operation.inspected(pids))
+    reserving = ReservingWorld(command, reserved, host_left, lambda nbytes: _tell(Progress("host-memory", str(nbytes))))
+    with reserving as world, world.interruptible():
+        if command == "gpus":
+            found = [{"uuid": g.uuid, "index": g.index} for g in world.gpus()]
+            return Report(command, True, world.simulated, details={"gpus": found})
+        if command == "room":
+            reserving.claim_room(time.monotonic() + wait_s, lambda waits: _tell(Progress("room", waits)))
             return Report(command, True, world.simulated)
+        operation = Operation(world, command, timeout_s=timeout_s, accept=frozenset(accept), tell=_tell)
+        if command in ("check", "look"):
+            inventory = operation.inspected(pids)
+            if command == "check":
+                operation.refuse(inventory)
+            return Report(command, True, world.simulated, tuple(as_found(inventory)))
         return operation.suspend(pids) if command == "suspend" else operation.resume(pids, wait_s=wait_s)
+
+
+def _tell(progress: Any) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more, and the operation goes on
+        print(json.dumps({"progress": [progress.step, progress.message]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,35 @@ def control_path(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     return runtime_directory(environ) / f"{name}.sock"
 
 
+@dataclass(frozen=True)
+class Adopted:
+    """A child that had lost its supervisor: a connection to its keeper, and what that supervisor had written down."""
+
+    connection: socket.socket
+    child: int
+    facts: Mapping[str, Any]
+
+
 class Place:
-    """The name of a run, held. Use as a context manager."""
+    """The name of a run, held. Use as a context manager. ``adopted`` is there if a child of that name had lost its supervisor."""
 
     def __init__(self, name: str, environ: Mapping[str, str] = os.environ) -> None:
         self.name = name
         self.directory = private(runtime_directory(environ))
         self.control = self.directory / f"{name}.sock"
+        self.keeper = self.directory / f"{name}.keeper"
         self._lock_path = self.directory / f"{name}.lock"
+        self.adopted: Adopted | None = None
+        self.leave = False  # the child and what belongs to it, for the next supervisor
+        if orphan(name, environ) and self._adopt():
+            return
         self.lock_fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self.private: Path | None = None
         try:
             self._take()
             check_socket_path(self.control)
             clear(self.control)
+            clear(self.keeper)
             self._clear_left()
             self.private = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=self.directory))
         except BaseException:
@@ -97,11 +113,38 @@ class Place:
         assert self.private is not None
         return check_socket_path(self.private / "http.sock")
 
-    def note(self, child: int) -> None:
-        """Write down who this run is, for whoever finds its name taken, or an orphan."""
+    def note(self, child: int, **facts: Any) -> None:
+        """Write down who this run is, for whoever finds its name taken, or an orphan; and *facts* for who adopts its child."""
         who = {"supervisor": os.getpid(), "child": child}
         ticks = {f"{name}_ticks": proc.start_ticks for name, pid in who.items() if (proc := processes.read(pid))}
-        os.pwrite(self.lock_fd, json.dumps({**who, **ticks}).encode().ljust(512), 0)
+        data = json.dumps({**who, **ticks, "private": str(self.private), **facts}).encode()
+        os.pwrite(self.lock_fd, data.ljust(os.fstat(self.lock_fd).st_size), 0)
+
+    def _adopt(self) -> bool:
+        """Take over the child of a supervisor that is gone, from its keeper. False where nobody offers it."""
+        facts = holder(self._lock_path)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(TAKEN_WAIT_S)
+        try:
+            connection.connect(str(self.keeper))
+            line, fds, _, _ = socket.recv_fds(connection, 4096, 1)
+            started = json.loads(line)["started"]
+        except (OSError, ValueError, KeyError):
+            connection.close()
+            return False
+        if not fds or started != facts.get("child"):
+            connection.close()
+            return False
+        self.lock_fd = fds[0]
+        self.private = Path(facts["private"])
+        self.adopted = Adopted(connection, started, facts)
+        clear(self.control)
+        return True
+
+    def clear(self) -> None:
+        """Take away the sockets of a child that has ended, before another is started."""
+        for path in (self.control, self.keeper, self.upstream):
+            clear(path)
 
     def __enter__(self) -> Place:
         return self
@@ -110,6 +153,11 @@ class Place:
         """Leave nothing but the lock file: removing that would let two hold the same name."""
         with contextlib.suppress(OSError):
             self.control.unlink()
+        if self.leave:
+            os.close(self.lock_fd)
+            return
+        with contextlib.suppress(OSError):
+            self.keeper.unlink()
         if self.private is not None:
             shutil.rmtree(self.private, ignore_errors=True)
         os.close(self.lock_fd)
@@ -184,7 +232,16 @@ def orphan(name: str, environ: Mapping[str, str] = os.environ) -> str:
     if not _lives(facts, "child") or _lives(facts, "supervisor"):
         return ""
     child = facts["child"]
-    return f"run {name}: its supervisor is gone, its child, pid {child} ({processes.command(child)}), lives on: gpuckpt status {child}"
+    adopt = f"the same gpuckpt run --name {name} adopts it; " if (runtime_directory(environ) / f"{name}.keeper").exists() else ""
+    return (
+        f"run {name}: its supervisor is gone, its child, pid {child} ({processes.command(child)}), lives on: {adopt}gpuckpt status {child}"
+    )
+
+
+def orphan_facts(name: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What the supervisor of the run *name* had written down, if it is gone and its child waits to be adopted; else {}."""
+    waits = orphan(name, environ) and (runtime_directory(environ) / f"{name}.keeper").exists()
+    return holder(runtime_directory(environ) / f"{name}.lock") if waits else {}
 
 
 def orphans(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -20,21 +20,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import processes
 from gpuckpt.model import Report
 from gpuckpt.supervisor.child import Child
+from gpuckpt.supervisor.holdings import Holdings
 from gpuckpt.supervisor.keeper import DEATH_S
-from gpuckpt.supervisor.operate import Worker
+from gpuckpt.supervisor.model import Policy, RunState, Server
+from gpuckpt.supervisor.probe import Probe
+from gpuckpt.supervisor.rehearsal import Rehearsal
+from gpuckpt.supervisor.room import Finder, nothing_to_ask
 from gpuckpt.supervisor.traffic import Traffic
 
 log = logging.getLogger("gpuckpt.run")
@@ -42,46 +45,11 @@ log = logging.getLogger("gpuckpt.run")
 #: How long a stop waits for an operation to go back, in seconds. It is killed as it is then.
 GO_BACK_S = 20.0
 HEALTH_POLL_S = 0.1
+_NOT_BEGUN = (errors.Interrupted, errors.Leased)  # a resume that was given up before it touched anything
 #: A process that closed its connections because it dies is gone within this time, in seconds.
 DYING_S = 0.1
 #: How long a server may take to answer that it is healthy after it was woken, in seconds.
 HEALTHY_AGAIN_S = 60.0
-
-
-class RunState(enum.StrEnum):
-    STARTING = "starting"
-    AWAKE = "awake"
-    DRAINING = "draining"
-    SUSPENDING = "suspending"
-    SUSPENDED = "suspended"
-    RESUMING = "resuming"
-    FAILED = "failed"
-    STOPPING = "stopping"
-    ENDED = "ended"
-
-
-class Server(Protocol):
-    """What a run asks of the program that it supervises. Calls raise :class:`gpuckpt.errors.ServerRefused`."""
-
-    async def healthy(self) -> bool: ...
-
-    async def sleep(self) -> None:
-        """Before a suspend: give back what it can by itself. No request runs."""
-        ...
-
-    async def wake(self) -> None:
-        """After a resume, or a suspend that did not come about."""
-        ...
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What a person chose. Times in seconds."""
-
-    drain_s: float = 30.0
-    grace_s: float = 10.0
-    timeout_s: float | None = None  # of one operation; None: its own default
-    accept: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -89,6 +57,7 @@ class _Order:
     kind: str
     reason: str
     drain_s: float
+    asked: float = field(default_factory=time.monotonic)
     done: asyncio.Future[Report] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
@@ -99,8 +68,8 @@ class Run:
         self.child, self.server, self.traffic, self.policy = child, server, traffic, policy
         self.state = RunState.STARTING
         self.since = time.monotonic()
-        self.down = False  # whether GPU state of the child may be elsewhere than on its GPUs
         self.killed_for: int | None = None  # the signal for whose sake a suspended child was killed
+        self.told_to_stop = False  # by a person, or by what started us
         self.resume_s = 0.0  # what the last resume took
         self.last_error: GpuckptError | None = None
         self.lost: asyncio.Future[GpuckptError] = asyncio.get_running_loop().create_future()
@@ -109,8 +78,13 @@ class Run:
         self._orders: asyncio.Queue[_Order] = asyncio.Queue()
         self._last: _Order | None = None
         self._current: asyncio.Task[Report] | None = None
-        self._worker: Worker | None = None
-        self.pids: list[int] = []  # that the last suspend took off their GPUs
+        self.holdings = Holdings(child.pid, timeout_s=policy.timeout_s, accept=policy.accept)
+        self.holds: dict[object, str] = {}  # who keeps it from its GPUs, in words: until they let go it is not resumed
+        self.wants_since: float | None = None  # when the resume that is under way was asked for
+        self.turn: Callable[[], Awaitable[bool]] | None = None  # of a run that shares: whether it may take its GPUs now
+        self.make_room: Callable[[], Awaitable[None]] = nothing_to_ask  # and what it does when they are full
+        self.probe: Probe | None = None
+        self.find: Callable[[], Awaitable[RunState]] | None = None  # of a child that was adopted: in what state it is
         self._news = asyncio.Event()
         traffic.wanted = self.want_awake
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,7 +121,7 @@ class Run:
     def want_awake(self) -> None:
         """A request waits."""
         waking = self._last is not None and self._last.kind == "resume" and not self._last.done.done()
-        if self.state is RunState.STARTING or waking:
+        if self.state is RunState.STARTING or waking or self.holds:
             return
         order = self._enqueue("resume", "request", 0.0)
         order.done.add_done_callback(lambda f: f.cancelled() or f.exception())  # those who wait are told through the door
@@ -161,13 +135,12 @@ class Run:
         self._enter(RunState.STOPPING)
         self.traffic.fail(errors.RunNotReady("the server is being stopped"), for_good=True)
         if self._current is not None:
-            if self._worker is not None:
-                self._worker.interrupt()
+            if self.holdings.interrupt():
                 await asyncio.wait({self._current}, timeout=GO_BACK_S)
             else:
                 self._current.cancel()
                 await asyncio.wait({self._current}, timeout=1.0)
-        if self.down:
+        if self.holdings.down:
             log.info("stopping: it was %s, so it is killed without being restored", was)
             self.killed_for = signum
             self.child.kill()
@@ -222,118 +195,127 @@ class Run:
             if not isinstance(error, GpuckptError):
                 log.error("%s failed", order.kind, exc_info=error)
                 error = GpuckptError(f"{type(error).__name__}: {error}")
-            if not isinstance(error, errors.RunNotReady):
+            if not isinstance(error, (errors.RunNotReady, *_NOT_BEGUN)):
                 self._tell(order, error, begun)
             if not order.done.done():
                 order.done.set_exception(error)
                 order.done.exception()  # nobody need be listening
+            if isinstance(error, _NOT_BEGUN) and self.traffic.waiting and not self.over:
+                self.want_awake()  # for somebody who came as it was given up
 
     async def _suspend(self, order: _Order) -> Report:
-        if self.state is RunState.SUSPENDED:
+        if self.state is RunState.SUSPENDED and self.holdings.down:
             return Report("suspend", True, False, already=True)
-        if self.state is not RunState.AWAKE:
+        if self.state not in (RunState.AWAKE, RunState.SUSPENDED):
             raise errors.RunNotReady(
                 f"the run is {self.state}: it cannot be suspended now", hint="gpuckpt status NAME tells when it is awake"
             )
-        begun = time.monotonic()
-        await self._check()
-        if order.reason == "idle" and (self.traffic.running or self.traffic.last_end > begun):
-            raise errors.RunNotReady("a request came: it is not idle any more")
-        self.traffic.close()
-        self._enter(RunState.DRAINING)
-        slept = False
+        slept = self.state is RunState.SUSPENDED  # the last suspend failed, and there was no room for it to wake up
         try:
-            if not await self.traffic.quiet(order.drain_s):
-                raise errors.StillServing(
-                    f"{self.traffic.running} requests were still running after {order.drain_s:g} s; the server was left awake",
-                    hint="wait for them, or give a longer --drain",
-                )
-            self._enter(RunState.SUSPENDING)
-            slept = True
-            await self.server.sleep()
-            report = await self._operate("suspend", [self.child.pid])
+            if not slept:
+                await self._drain(order)
+                self._enter(RunState.SUSPENDING)
+                slept = True
+                await self.holdings.sleep(self.server)
+            report = await self.holdings.suspend()
+        except errors.RunNotReady:
+            raise
         except GpuckptError as e:
             self.last_error = e
-            await self._back(e, slept)
+            if self.state is not RunState.AWAKE:
+                await self._back(e, slept)
             raise
-        self.pids = [p.pid for p in report.processes]
+        finally:
+            await self.holdings.let_go()
         self.last_error = None
         self._enter(RunState.SUSPENDED)
         if self.traffic.waiting:
             self.want_awake()
         return report
 
+    async def _drain(self, order: _Order) -> None:
+        """Return with the door closed and nobody inside. What will be refused in any case is refused while requests still run: the
+        server is not put to sleep for nothing, which would cost it its cache."""
+        begun = time.monotonic()
+        await self.holdings.check()
+        if self.over:
+            raise errors.RunNotReady(f"the run is {self.state}")
+        if order.reason == "idle" and (self.traffic.running or self.traffic.last_end > begun):
+            raise errors.RunNotReady("a request came: it is not idle any more")
+        self.traffic.close()
+        self._enter(RunState.DRAINING)
+        if not await self.traffic.quiet(order.drain_s):
+            raise errors.StillServing(
+                f"{self.traffic.running} requests were still running after {order.drain_s:g} s; the server was left awake",
+                hint="wait for them, or give a longer --drain",
+            )
+
     async def _back(self, cause: GpuckptError, slept: bool) -> None:
         """After a suspend that did not come about: serve again, if the child is as it was found."""
         if self.over:
             return
-        if self.down:
+        if self.holdings.down:
             self._fail(cause)
             return
         try:
             if slept:
+                await self.holdings.room()
                 await self._woken()
         except errors.ServerRefused as e:
             cause.add_note(f"and then it did not wake up: {e.message}")
             self._fail(e)
+        except GpuckptError as e:
+            cause.add_note(f"and it sleeps on, since another took what it had left: {e.message}")
+            self._enter(RunState.SUSPENDED)
+            if self.traffic.waiting:
+                self.want_awake()
         else:
             self._awake()
-
-    async def _check(self) -> None:
-        """Raise what will be refused in any case, while requests still run: the server is not put to sleep for nothing, which would
-        cost it its cache. Host memory is judged later: asleep, it needs less."""
-        self._worker = Worker()
-        try:
-            await self._worker.run("check", [self.child.pid], accept={*self.policy.accept, "host-memory"})
-        except GpuckptError as e:
-            self.last_error = e
-            raise
-        finally:
-            self._worker = None
-        if self.over:
-            raise errors.RunNotReady(f"the run is {self.state}")
 
     async def _resume(self, order: _Order) -> Report:
         if self.state is RunState.AWAKE:
             return Report("resume", True, False, already=True)
         if self.state not in (RunState.SUSPENDED, RunState.FAILED):
             raise errors.RunNotReady(f"the run is {self.state}: it cannot be resumed now", hint="gpuckpt status NAME")
-        del order
         begun = time.monotonic()
+        self.wants_since = order.asked
         self._enter(RunState.RESUMING)
+        finder = Finder(lambda: self.unwanted(order), self.make_room)
         try:
-            report = await self._operate("resume", self.pids or [self.child.pid], wait_s=self.traffic.hold_s)
-            gone = [p for p in report.processes if p.state == "gone"]
-            if gone:
-                raise errors.Lost(f"pid {gone[0].pid} ({gone[0].name}) ended while it was suspended", pid=gone[0].pid, report=report)
+            await finder.come_to_turn(self.turn)
+            async with finder:
+                bring = self.holdings.resume if self.holdings.down else self.holdings.room
+                report = await bring(self.traffic.hold_s, finder.worker)
             await self._woken()
+            if self.policy.probe and self.probe is not None:
+                await self.probe.check()
+        except (errors.Interrupted, errors.Leased):
+            if finder.waits:
+                words = f"{finder.waits}, until nobody wanted it awake any more; it stays suspended, intact"
+                self.last_error = errors.GpuMemory(words, hint="free the GPU; the next request tries again")
+            self._enter(RunState.SUSPENDED)  # it had not begun: who waits for it goes on waiting
+            raise
         except GpuckptError as e:
             self.last_error = e
             await self._told_if_dead()
-            if isinstance(e, errors.ServerRefused) or (self.down and e.exit_code == 3):
+            if isinstance(e, errors.ServerRefused | errors.WrongAnswer) or (self.holdings.down and e.exit_code == 3):
                 self._fail(e)
             else:
                 self._enter(RunState.SUSPENDED)
                 self.traffic.fail(e)
             raise
+        finally:
+            self.wants_since = None
+            await self.holdings.let_go()
         self.resume_s = time.monotonic() - begun
         self._awake()
         return report
 
-    async def _operate(self, command: str, pids: list[int], wait_s: float = 0.0) -> Report:
-        """The operation; keeps book of whether the child may be down."""
-        self._worker = Worker()
-        was, self.down = self.down, True
-        try:
-            report = await self._worker.run(command, pids, timeout_s=self.policy.timeout_s, wait_s=wait_s, accept=self.policy.accept)
-        except GpuckptError as e:
-            if e.exit_code != 3:
-                self.down = was  # everything is as it was found
-            raise
-        finally:
-            self._worker = None
-        self.down = command == "suspend"
-        return report
+    def unwanted(self, order: _Order) -> str:
+        """Why a resume that has not begun to restore should not; "" if it should."""
+        if self.holds:
+            return f"its GPUs are held: {next(iter(self.holds.values()))}"
+        return "whoever asked for it has left" if order.reason == "request" and not self.traffic.waiting else ""
 
     async def _woken(self) -> None:
         await self.server.wake()
@@ -375,19 +357,41 @@ class Run:
     # Beginning and end.
 
     async def _start(self) -> None:
+        try:
+            if self.find is not None and await self.find() is RunState.SUSPENDED:
+                self._enter(RunState.SUSPENDED)
+                if self.traffic.waiting:
+                    self.want_awake()
+                return
+        except GpuckptError as e:
+            self.last_error, self.holdings.down = e, True
+            self._fail(e)
+            return
         while not await self.server.healthy():
             await asyncio.sleep(HEALTH_POLL_S)
+        if self.policy.rehearse or self.policy.probe:
+            rehearsal = Rehearsal(self.holdings, self.server, self.probe, self._woken)
+            self._current = asyncio.create_task(rehearsal.hold(self.policy.rehearse))
+            await asyncio.wait({self._current})
+            task, self._current = self._current, None
+            if self.over or task.cancelled():
+                return
+            if (error := task.exception()) is not None:
+                known = error if isinstance(error, GpuckptError) else GpuckptError(f"{type(error).__name__}: {error}")
+                self._fail(known)
+                self.give_up(known)
+                return
         if self.state is RunState.STARTING:
             self._awake()
+        with contextlib.suppress(GpuckptError):  # it may hold nothing yet
+            await self.holdings.look()
 
     async def _end(self) -> None:
         code = await asyncio.shield(self.child.exited)
         was = self.state
         self._enter(RunState.ENDED)
         self.traffic.fail(errors.RunNotReady(f"the server ended with exit code {code} while it was {was}"), for_good=True)
-        if self._worker is not None:
-            self._worker.interrupt()
-        elif self._current is not None:
+        if not self.holdings.interrupt() and self._current is not None:
             self._current.cancel()
         while not self._orders.empty():
             order = self._orders.get_nowait()

@@ -9,8 +9,9 @@ import logging
 import os
 import resource
 import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,16 +19,25 @@ import aiohttp
 
 from gpuckpt import errors
 from gpuckpt.model import Report
-from gpuckpt.supervisor import idle, vllm
+from gpuckpt.supervisor import adopt, idle, vllm
+from gpuckpt.supervisor.admin import Admin
+from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
-from gpuckpt.supervisor.control import ControlServer
+from gpuckpt.supervisor.control import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
 from gpuckpt.supervisor.gate import Gate, announce, where
+from gpuckpt.supervisor.lease import Lease
 from gpuckpt.supervisor.metrics import Metrics
+from gpuckpt.supervisor.model import Policy, RunState, Server
+from gpuckpt.supervisor.notify import Notifier, notify
+from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.places import Place
-from gpuckpt.supervisor.state import Policy, Run, RunState, Server
+from gpuckpt.supervisor.probe import Probe
+from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus, others
+from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
 from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
+from gpuckpt.words import size
 
 log = logging.getLogger("gpuckpt.run")
 
@@ -36,6 +46,14 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 FORWARDED = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGCONT)
 #: How long answers that are under way may take after the child has ended, in seconds.
 LAST_ANSWERS_S = 0.5
+#: How long a run that shares waits for its GPUs before it starts, in seconds: another may be starting on them.
+START_S = 600.0
+#: After a failure the command is started again so often in a row, first after so many seconds, then after twice as many each time.
+RESTARTS = 5
+RESTART_S = 1.0
+RESTART_MOST_S = 60.0
+#: A run that has lived for so long, in seconds, counts its failures anew.
+SOUND_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -52,23 +70,75 @@ class Options:
     max_waiting: int = 1000
     keep_child: bool = False
     policy: Policy = field(default_factory=Policy)
+    sharing: Sharing = field(default_factory=Sharing)
+    host_budget_bytes: int | None = None
+    restart: bool = False  # after a failure
+    comments_s: float | None = None  # to streams that are held
+    admin: tuple[str, int] | None = None
+    admin_token: str = ""
+    keeps_cache: bool = False
+    command: tuple[str, ...] = ()  # as it was typed
 
 
 async def supervise(options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str] = os.environ) -> int:
-    """Run the command to its end and return what to exit with."""
+    """Run the command to its end, again after a failure if so chosen, and return what to exit with."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (*ENDING, *FORWARDED):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(signum, signals.put_nowait, signum)
-    holding = [place.lock_fd]
-    child = await Child.start(prepared.command, {**environ, **prepared.environ}, keep_child=options.keep_child, holding=holding)
-    place.note(child.pid)
+    failures = 0
+    while True:
+        begun = time.monotonic()
+        code, ended, address = await _one_life(options, prepared, place, environ, signals)
+        failures = 1 if time.monotonic() - begun > SOUND_S else failures + 1
+        if ended or code == 0 or not options.restart or failures > RESTARTS:
+            return code
+        delay_s = min(RESTART_MOST_S, RESTART_S * 2 ** (failures - 1))
+        log.warning("it ended with %d; started again in %g s (%d of %d)", code, delay_s, failures, RESTARTS)
+        notify(f"STATUS=ended with {code}, is started again")
+        if await _told_to_end(signals, delay_s):
+            return code
+        options = dataclasses.replace(options, listen=address or options.listen)
+        place.clear()
+
+
+async def _told_to_end(signals: asyncio.Queue[int], within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while (left := until - time.monotonic()) > 0:
+        try:
+            if await asyncio.wait_for(signals.get(), left) in ENDING:
+                return True
+        except TimeoutError:
+            break
+    return False
+
+
+async def _one_life(
+    options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str], signals: asyncio.Queue[int]
+) -> tuple[int, bool, tuple[str, int] | None]:
+    """From a start of the command to its end: what to exit with, whether it was told to end, and where the gate was."""
+    adopted, place.adopted = place.adopted, None
+    if adopted is not None:
+        child = await Child.adopt(adopted.connection, adopted.child)
+        supervised = _Supervised(options, prepared, place, child, adopted.facts)
+        log.info("adopted pid %d as run %s", child.pid, options.name)
+        return await _live(supervised, signals)
+    lease = await _unless_told_to_end(_make_room_to_start(options, prepared, environ), signals) if options.sharing.shares else None
+    adopt_at = place.keeper if options.keep_child else None
+    child = await Child.start(prepared.command, {**environ, **prepared.environ}, name_fd=place.lock_fd, adopt_at=adopt_at)
     log.info("started pid %d as run %s", child.pid, options.name)
-    _many_files()
     supervised = _Supervised(options, prepared, place, child)
+    if lease is not None:
+        supervised.run.stand_by(_release_when_started(supervised.run, lease))
+    return await _live(supervised, signals)
+
+
+async def _live(supervised: _Supervised, signals: asyncio.Queue[int]) -> tuple[int, bool, tuple[str, int] | None]:
+    _many_files()
     try:
-        return await supervised.live(signals)
+        code = await supervised.live(signals)
+        return code, supervised.run.told_to_stop, supervised.gate.address if supervised.gate else None
     finally:
         await supervised.close()
 
@@ -76,35 +146,59 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
 class _Supervised:
     """A started child and all that stands around it."""
 
-    def __init__(self, options: Options, prepared: vllm.Prepared, place: Place, child: Child) -> None:
-        self.options, self.child = options, child
+    def __init__(
+        self, options: Options, prepared: vllm.Prepared, place: Place, child: Child, adopted: Mapping[str, Any] | None = None
+    ) -> None:
+        self.options, self.child, self._place = options, child, place
         self.traffic = Traffic(hold_s=options.hold_s, max_waiting=options.max_waiting)
         self.upstream: Upstream | None = None
         server: Server = Silent()
+        probe: Probe | None = None
         if options.adapter == "vllm" and prepared.gate:
             key = prepared.keys[0] if prepared.keys else ""
             self.upstream = Upstream("http://vllm", Connector(str(place.upstream), child.owns), key=key)
-            server = vllm.Vllm(self.upstream, prepared.sleeps)
+            server = served = vllm.Vllm(self.upstream, prepared.sleeps, options.keeps_cache)
+            probe = Probe(served)
         elif options.adapter == "url":
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             server = self.upstream = Upstream(options.upstream, connector, health=options.health)
         self.run = Run(child, server, self.traffic, options.policy)
+        self.run.probe = probe
+        if adopted is not None:
+            adopt.recall(self.run.holdings, adopted)
+            self.run.find = lambda: adopt.find(child.pid, self.run.holdings, server)
+        self._note(self.run.state)
+        self.run.changed.append(self._note)
+        self.share = Share(self.run, options.name, options.sharing)
+        self.run.holdings.budget = Budget(options.host_budget_bytes, lambda: others(options.name))
         self.metrics = Metrics(self.run)
         self.engines = Engines(self.run)
         self.run.changed.append(lambda state: log.info("%s", state))
+        self.run.changed.append(Notifier(self.run).changed)
         self.run.finished.append(_log_outcome)
+        self.run.finished.append(self._log_dropped)
         self.gate: Gate | None = None
         if self.upstream is not None:
-            self.gate = Gate(self.run, self.upstream, self.metrics, keys=prepared.keys, hidden=prepared.hidden)
+            self.gate = Gate(
+                self.run, self.upstream, self.metrics, keys=prepared.keys, hidden=prepared.hidden, comments_s=options.comments_s
+            )
+        self.admin = Admin(self.run, options.admin_token) if options.admin is not None else None
         self.control = ControlServer(place.control, self.answer)
 
     async def live(self, signals: asyncio.Queue[int]) -> int:
         try:
             await self.control.listen()
+            if self.admin is not None and self.options.admin is not None:
+                await self.admin.listen(*self.options.admin)
+                log.info("admin listener on http://%s", where(self.admin.address))
             if self.gate is not None:
                 await announce(self.gate, *self.options.listen)
         except OSError as e:
             log.error("cannot listen: %s", e.strerror or e)
+            if self.run.find is not None:
+                self._place.leave = True
+                log.error("pid %d was adopted, and is left alive for the next try", self.child.pid)
+                return EXIT_OWN_FAILURE
             await self.run.stop()
             await self.child.exited
             return EXIT_OWN_FAILURE
@@ -128,32 +222,48 @@ class _Supervised:
         await asyncio.sleep(0.05)  # what held requests are told is on its way
         return code
 
+    def _note(self, _: RunState) -> None:
+        self._place.note(self.child.pid, command=list(self.options.command), **adopt.noted(self.run.holdings))
+
     async def close(self) -> None:
         self.engines.close()
         await self.control.close()
+        if self.admin is not None:
+            await self.admin.close()
         if self.gate is not None:
             await self.gate.close()
         await self.run.close()
         if self.upstream is not None:
             await self.upstream.close()
 
+    def _log_dropped(self, operation: str, _reason: str, outcome: Report | errors.GpuckptError, _seconds: float) -> None:
+        dropped = self.run.holdings.dropped_bytes
+        if operation == "suspend" and isinstance(outcome, Report) and dropped:
+            log.info("%s of its cache are dropped; --keep kv_cache keeps them, at as much host memory", size(dropped))
+
     async def _obey(self, signals: asyncio.Queue[int]) -> None:
         stops = set()
         while True:
             signum = await signals.get()
             if signum in ENDING:
+                self.run.told_to_stop = True
                 stops.add(asyncio.create_task(self.run.stop(signum)))
             else:
                 self.child.send(signum)
 
-    async def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, order: dict[str, Any], peer: Peer) -> dict[str, Any]:
         """What the control socket answers."""
         match order["command"]:
             case "suspend":
                 report = await self.run.suspend("command", order.get("drain_s"))
             case "resume":
                 report = await self.run.resume("command")
+            case "give-way":
+                report = await self.share.give_way(order["within_s"])
+            case "hold":
+                report = await self.share.hold(order["gpus"], order["by"], order["within_s"], peer)
             case "stop":
+                self.run.told_to_stop = True
                 await self.run.stop()
                 await self.child.exited
                 report = Report("stop", True, False)
@@ -175,7 +285,51 @@ class _Supervised:
             "listen": where(self.gate.address) if self.gate else None,
             "idle_seconds": self.options.idle_s,
             "last_error": error.as_dict() if error else None,
+            **self.share.facts(),
         }
+
+
+async def _make_room_to_start(options: Options, prepared: vllm.Prepared, environ: Mapping[str, str]) -> Lease:
+    """The GPUs that the command will start on, without other runs. Raises where one of them does not leave in time."""
+    worker = Worker()
+    found = (await worker.run("gpus")).details["gpus"]
+    await worker.finish()
+    gpus = chosen_gpus(found, {**environ, **prepared.environ}, prepared.gpu_count)
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def take() -> None:
+        try:
+            made = Lease(gpus, by=f"run {options.name} is starting", within_s=START_S, but=options.name)
+            loop.call_soon_threadsafe(done.set_result, made)
+        except BaseException as e:  # noqa: BLE001 - it is raised where it is waited for
+            loop.call_soon_threadsafe(done.set_exception, e)
+
+    threading.Thread(target=take, daemon=True).start()  # none that the end of this program would wait for
+    lease: Lease = await done
+    if lease.runs:
+        log.info("kept off the GPU while it starts: %s", ", ".join(lease.runs))
+    return lease
+
+
+async def _unless_told_to_end(waiting: Coroutine[Any, Any, Lease], signals: asyncio.Queue[int]) -> Lease:
+    task = asyncio.create_task(waiting)
+    while True:
+        signal_came = asyncio.create_task(signals.get())
+        await asyncio.wait({task, signal_came}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            signal_came.cancel()
+            return task.result()
+        if (signum := signal_came.result()) in ENDING:
+            error = errors.CannotStart(f"told to end by signal {signum} while it waited for its GPU; nothing was started")
+            error.status = 128 + signum
+            raise error
+
+
+async def _release_when_started(run: Run, lease: Lease) -> None:
+    try:
+        await run.until(*set(RunState) - {RunState.STARTING})
+    finally:
+        lease.release(back=False)
 
 
 def _many_files() -> None:
@@ -190,4 +344,5 @@ def _log_outcome(operation: str, reason: str, outcome: Report | errors.GpuckptEr
         steps = ", ".join(f"{s.name} {s.seconds:.2f} s" for s in outcome.steps)
         log.info("%s (%s) in %.2f s: %s", operation, reason, seconds, steps)
     else:
-        log.warning("%s (%s) failed: %s [%s]", operation, reason, outcome.message, outcome.code)
+        notes = "".join(f"; {n}" for n in getattr(outcome, "__notes__", ()))
+        log.warning("%s (%s) failed: %s%s [%s]", operation, reason, outcome.message, notes, outcome.code)

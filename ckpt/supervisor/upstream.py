@@ -84,7 +84,7 @@ class Upstream:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),  # a client's are passed on as they are
             max_line_size=65536,
             max_field_size=65536,
         )
@@ -92,12 +92,19 @@ class Upstream:
     async def close(self) -> None:
         await self.session.close()
 
-    async def call(self, method: str, path: str, *, within_s: float) -> tuple[int, bytes]:
+    async def call(self, method: str, path: str, *, within_s: float, body: object = None) -> tuple[int, bytes]:
         """A call of our own. Raises :class:`gpuckpt.errors.ServerRefused` where no answer comes."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         try:
             async with self.session.request(
-                method, self.base + path, headers=headers, timeout=aiohttp.ClientTimeout(total=within_s), allow_redirects=False
+                method,
+                self.base + path,
+                headers=headers,
+                json=body,
+                timeout=aiohttp.ClientTimeout(total=within_s),
+                allow_redirects=False,
             ) as answer:
                 return answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
@@ -109,6 +116,9 @@ class Upstream:
         return False
 
     # A server of which nothing is known but where it listens.
+
+    async def asleep(self) -> bool:
+        return False
 
     async def sleep(self) -> None:
         """The driver takes all of it."""
@@ -122,6 +132,9 @@ class Silent:
 
     async def healthy(self) -> bool:
         return True
+
+    async def asleep(self) -> bool:
+        return False
 
     async def sleep(self) -> None: ...
 

@@ -6,26 +6,35 @@ The changes are made for reasons that hold for each alone, and each can be refus
 ``dev-mode``            ``VLLM_SERVER_DEV_MODE=1``: the endpoints ``/sleep`` and ``/wake_up``, which only the gate reaches
 ``sleep-mode``          ``--enable-sleep-mode``: weights leave at link speed, the cache is dropped, the driver copies only the rest
 ``custom-all-reduce``   ``--disable-custom-all-reduce``: it shares GPU memory between processes, which no checkpoint survives
+``nccl``                on several GPUs: the variables of ``gpuckpt env --vllm``, so that NCCL's communicators can be suspended
+``agent``               on several GPUs: ``GPUCKPT_AGENT=1``, an agent in each worker, which suspends them
+``fusion``              on several GPUs: no all-reduce fused with what follows it, which FlashInfer does by mappings of its own
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuckpt import errors
+from gpuckpt.nccl import environment
 
 if TYPE_CHECKING:
     from gpuckpt.supervisor.upstream import Upstream
 
-CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce")
+CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent", "fusion")
+AGENT = "GPUCKPT_AGENT"
+FUSION_OFF = '{"pass_config": {"fuse_allreduce_rms": false}}'
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 API_KEY = "VLLM_API_KEY"
 DEFAULT_PORT = 8000
 #: How long /sleep and /wake_up may take, in seconds. Measured with 44 GiB: 7.4 the first time, 0.3 later.
 SLEEP_S = 300.0
+ANSWER_S = 60.0
 _CONTAINERS = frozenset("docker podman nerdctl kubectl srun singularity apptainer enroot".split())
 
 
@@ -41,6 +50,7 @@ class Prepared:
     sleeps: bool = False  # whether /sleep and /wake_up are there and of use
     hidden: bool = False  # whether we opened the dev endpoints, which must not be reachable then
     gate: bool = True
+    gpu_count: int | None = None  # how many it uses; None: all that it sees
     warnings: tuple[str, ...] = ()
     changes: dict[str, str] = field(default_factory=dict)  # change -> what it did
 
@@ -107,6 +117,9 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
     elif reduce is None and "custom-all-reduce" not in without:
         words.append("--disable-custom-all-reduce")
         changes["custom-all-reduce"] = "--disable-custom-all-reduce"
+    count = math.prod(_size(options, n) for n in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"))
+    if count > 1:
+        _for_several_gpus(words, options, environ, without, added, changes, warnings)
     gate = "gate" not in without
     return Prepared(
         tuple(words),
@@ -117,28 +130,82 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
         sleeps=bool(sleep) and dev == "1" and gate,
         hidden=dev == "1",
         gate=gate,
+        gpu_count=count,
         warnings=tuple(warnings),
         changes=changes,
     )
 
 
+def _for_several_gpus(
+    words: list[str],
+    options: _Options,
+    environ: Mapping[str, str],
+    without: Collection[str],
+    added: dict[str, str],
+    changes: dict[str, str],
+    warnings: list[str],
+) -> None:
+    """What lets communicators be suspended. What the user set stays, with a warning where that is in the way."""
+    if "nccl" not in without:
+        merged, said = environment.merged(environ, for_vllm=True)
+        wanted = {k: v for k, v in merged.items() if k not in environ and k != AGENT}
+        added.update(wanted)
+        warnings += said
+        changes["nccl"] = " ".join(f"{k}={v}" for k, v in wanted.items())
+    if "agent" not in without and AGENT not in environ:
+        added[AGENT] = "1"
+        changes["agent"] = f"{AGENT}=1"
+    if "fusion" not in without and not any(options.has(n) for n in ("compilation-config", "cc")) and "-cc" not in words:
+        words += ["--compilation-config", FUSION_OFF]
+        changes["fusion"] = f"--compilation-config {FUSION_OFF}"
+    elif "fusion" not in without and "fuse_allreduce_rms" not in " ".join(words):
+        warnings.append(
+            "--compilation-config was set by you and is kept: where FlashInfer is there, it must have pass_config.fuse_allreduce_rms off"
+        )
+
+
 class Vllm:
     """A running ``vllm serve``: an upstream that can sleep."""
 
-    def __init__(self, upstream: Upstream, sleeps: bool) -> None:
-        self._upstream, self._sleeps = upstream, sleeps
+    def __init__(self, upstream: Upstream, sleeps: bool, keeps_cache: bool = False) -> None:
+        self._upstream, self._sleeps, self._keeps_cache = upstream, sleeps, keeps_cache
 
     async def healthy(self) -> bool:
         return await self._upstream.healthy()
 
+    async def asleep(self) -> bool:
+        if not self._sleeps:
+            return False
+        status, body = await self._upstream.call("GET", "/is_sleeping", within_s=ANSWER_S)
+        return status == 200 and bool(json.loads(body)["is_sleeping"])
+
     async def sleep(self) -> None:
-        """Level 1: weights to host memory, cache dropped. The mode is named, since the default aborts what runs."""
+        """Level 1: weights to host memory, cache dropped. To keep the cache, level 0: no new work, and the driver takes all of it.
+        The mode is named, since the default aborts what runs."""
         if self._sleeps:
-            await self._ask("/sleep?level=1&mode=wait")
+            await self._ask(f"/sleep?level={0 if self._keeps_cache else 1}&mode=wait")
 
     async def wake(self) -> None:
         if self._sleeps:
-            await self._ask("/wake_up")
+            await self._ask("/wake_up?tags=scheduling" if self._keeps_cache else "/wake_up")
+
+    async def answers(self, prompt: str, tokens: int) -> dict[str, str]:
+        """The text that each model gives, adapters included. Raises :class:`gpuckpt.errors.ServerRefused`."""
+        status, body = await self._upstream.call("GET", "/v1/models", within_s=ANSWER_S)
+        if status != 200:
+            raise errors.ServerRefused(f"vLLM answered GET /v1/models with {status}")
+        found = {}
+        try:
+            for name in [m["id"] for m in json.loads(body)["data"]]:
+                order = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+                status, body = await self._upstream.call("POST", "/v1/completions", within_s=ANSWER_S, body=order)
+                if status != 200:
+                    said = body[:200].decode(errors="replace")
+                    raise errors.ServerRefused(f"vLLM answered the golden prompt to {name} with {status}: {said}")
+                found[name] = str(json.loads(body)["choices"][0]["text"])
+        except (ValueError, KeyError, TypeError, IndexError) as e:
+            raise errors.ServerRefused(f"vLLM's answer to the golden prompt is not understood: {type(e).__name__}: {e}") from e
+        return found
 
     async def _ask(self, path: str) -> None:
         status, body = await self._upstream.call("POST", path, within_s=SLEEP_S)
@@ -184,16 +251,29 @@ class _Options:
         """(name with dashes, position, values) of each option."""
         found = []
         for at, word in enumerate(self._words):
-            if not word.startswith("--") or word == "--":
+            short, sign, value = word.partition("=")
+            if short in _SHORT:
+                name = _SHORT[short]
+            elif word.startswith("--") and word != "--":
+                name = short[2:]
+            else:
                 continue
-            name, sign, value = word[2:].partition("=")
             values = [value] if sign else []
             for following in self._words[at + 1 :] if not sign else ():
-                if following.startswith("--"):
+                if following.startswith("--") or following in _SHORT:
                     break
                 values.append(following)
             found.append((name.replace("_", "-"), at, values))
         return found
+
+
+#: Short forms of vLLM's options that matter here.
+_SHORT = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
+
+
+def _size(options: _Options, name: str) -> int:
+    text = options.value(name) or "1"
+    return int(text) if text.isdecimal() and int(text) else 1
 
 
 def _port(text: str | None) -> int:

@@ -1,0 +1,83 @@
+"""Host memory that all runs of this user together may fill with what was on the GPUs; by default what the machine has free.
+
+Each run asks the others what they hold, and decides for itself: one at a time, by a lock, until it has said what it will take.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuckpt import errors
+from gpuckpt.inspect import host
+from gpuckpt.supervisor import places
+from gpuckpt.words import size
+
+_POLL_S = 0.02
+
+Others = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+
+
+async def nobody() -> Sequence[Mapping[str, Any]]:
+    return ()
+
+
+class Budget:
+    """*limit_bytes* over all runs, None for what is free. *others* gives the facts of the other runs."""
+
+    def __init__(self, limit_bytes: int | None = None, others: Others = nobody, environ: Mapping[str, str] = os.environ) -> None:
+        self.limit_bytes, self._others = limit_bytes, others
+        simulated = environ.get("GPUCKPT_SIMULATE")
+        self._root = Path(simulated) / "root" if simulated else Path("/")
+        self._lock = places.runtime_directory(environ) / "host-memory.lease"
+
+    def available_bytes(self) -> int:
+        """MemAvailable; 0 where that cannot be read."""
+        return host.meminfo(self._root).get("MemAvailable", 0)
+
+    async def left(self, own_bytes: int = 0) -> tuple[int, str]:
+        """Bytes that a run may still take which holds *own_bytes* already, and in words why not more."""
+        facts = [n for n in await self._others() if n["host_bytes"]]
+        held = sum(n["host_bytes"] for n in facts)
+        who = ", ".join(f"{n['name']} {size(n['host_bytes'])}" for n in sorted(facts, key=lambda n: -n["host_bytes"])) or "no other run"
+        coming = sum(n["host_bytes"] for n in facts if n["state"] == "suspending")
+        free = max(0, self.available_bytes() - coming)
+        left, why = free, f"{size(free)} of host memory are available; it holds {who}"
+        if self.limit_bytes is not None and (allowed := max(0, self.limit_bytes - held - own_bytes)) < free:
+            left, why = allowed, f"the host budget of {size(self.limit_bytes)} leaves {size(allowed)}; it holds {who}"
+        return left, why
+
+    async def check(self, need_bytes: int) -> None:
+        """Raise :class:`gpuckpt.errors.HostMemory` where *need_bytes* do not fit."""
+        left, why = await self.left()
+        if need_bytes > left:
+            raise errors.HostMemory(f"suspended this run needs {size(need_bytes)}; {why}; nothing was touched", hint=HINT)
+
+    @contextlib.asynccontextmanager
+    async def deciding(self) -> AsyncIterator[Callable[[], None]]:
+        """Alone until the end, or until what it yields is called: then what this run will take is among its facts."""
+        fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        held = [fd]
+        try:
+            while not _locked(fd):
+                await asyncio.sleep(_POLL_S)
+            yield lambda: os.close(held.pop()) if held else None
+        finally:
+            for each in held:
+                os.close(each)
+
+
+HINT = "resume or stop one of them, or give a larger --host-budget"
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

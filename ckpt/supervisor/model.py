@@ -1,0 +1,49 @@
+"""What a run is made of, in plain data: the states that it is in, what was chosen for it, and what it asks of its server."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class RunState(enum.StrEnum):
+    STARTING = "starting"
+    AWAKE = "awake"
+    DRAINING = "draining"
+    SUSPENDING = "suspending"
+    SUSPENDED = "suspended"
+    RESUMING = "resuming"
+    FAILED = "failed"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+class Server(Protocol):
+    """What a run asks of the program that it supervises. Calls raise :class:`gpuckpt.errors.ServerRefused`."""
+
+    async def healthy(self) -> bool: ...
+
+    async def asleep(self) -> bool:
+        """Whether it has been asked to sleep, and not to wake."""
+        ...
+
+    async def sleep(self) -> None:
+        """Before a suspend: give back what it can by itself. No request runs."""
+        ...
+
+    async def wake(self) -> None:
+        """After a resume, or a suspend that did not come about."""
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a person chose. Times in seconds."""
+
+    drain_s: float = 30.0
+    grace_s: float = 10.0
+    timeout_s: float | None = None  # of one operation; None: its own default
+    accept: frozenset[str] = frozenset()
+    rehearse: bool = False  # suspend and resume once before it is ready
+    probe: bool = False  # compare the answer to a golden prompt after each resume

@@ -1,0 +1,42 @@
+"""`gpuckpt attach`."""
+
+from __future__ import annotations
+
+import signal
+
+import click
+
+from gpuckpt import errors
+from gpuckpt.cli.common import Duration, ask_run, fail, finish
+
+_LOOK_S = 1.0
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--timeout", "timeout_s", type=Duration(), default="2m", show_default=True, metavar="DURATION", help="For the resume, and the suspend."
+)
+def attach(name: str, timeout_s: float) -> None:
+    """Resume the run NAME, stay in the foreground, and suspend it on SIGTERM or Ctrl-C.
+
+    For programs that start and stop servers by a command: to them the run starts in seconds and stops without losing anything.
+    Exits 0 when it has suspended the run, 1 when the run ends.
+
+    \b
+    Examples:
+      gpuckpt attach Qwen3-8B
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+    try:
+        ask_run(name, "resume", timeout_s=timeout_s)
+        click.echo(f"gpuckpt attach: {name} is awake", err=True)
+        while signal.sigtimedwait((signal.SIGTERM, signal.SIGINT), _LOOK_S) is None:
+            try:
+                ask_run(name, "status", timeout_s=timeout_s)
+            except errors.GpuckptError as e:
+                fail("attach", False, errors.RunNotReady(f"the run {name!r} has ended: {e.message}"))
+        ask_run(name, "suspend", timeout_s=timeout_s)
+    except errors.GpuckptError as e:
+        fail("attach", False, e)
+    finish(0)

@@ -1,0 +1,67 @@
+"""Host memory that runs may fill together, and what a run tells of its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from typing import Any
+
+import pytest
+
+from gpuckpt import errors
+from gpuckpt.cli.common import Size
+from gpuckpt.supervisor.budget import Budget
+from tests.conftest import COMMAND, Machine, eventually
+from tests.serving import Stage, stage
+
+__all__ = ["stage"]
+
+
+def test_what_does_not_fit_is_refused_and_names_who_holds_it(stage: Stage) -> None:
+    stage.machine.slow(0.1)
+    runs = [stage.run("--host-budget", "12GiB", name=n).awake() for n in ("a", "b")]
+    gpu = f'gpuckpt_gpu_bytes{{gpu="{stage.machine.uuids[0]}"}} '.encode()
+    eventually(lambda: gpu + b"8.589934592e+09" in runs[0].get("/metrics").body, "it is known")
+    orders = [
+        subprocess.Popen([COMMAND, "suspend", r.name], env=stage.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for r in runs
+    ]
+    assert sorted(o.wait(60) for o in orders) == [0, 6], "two at once do not both take the last of it"
+    away, here = sorted(runs, key=lambda r: r.facts["state"] != "suspended")
+    slept = len(here.notes("sleep"))
+    result = stage.gpuckpt("suspend", here.name)
+    assert (result.code, result.error["code"]) == (6, "host-memory")
+    assert f"the host budget of 12.0 GiB leaves 4.0 GiB; it holds {away.name} 8.0 GiB" in result.error["message"]
+    assert len(here.notes("sleep")) == slept, "the second time it is known before it sleeps"
+    assert here.complete(id=1).status == 200
+    metrics = away.get("/metrics").body
+    assert gpu + b"0.0" in metrics
+    assert b"gpuckpt_host_bytes 8.589934592e+09" in metrics
+
+
+def test_the_budget(machine: Machine) -> None:
+    there: list[dict[str, Any]] = []
+
+    async def others() -> list[dict[str, Any]]:
+        return there
+
+    def left(limit: int | None = None, own: int = 0) -> tuple[int, str]:
+        return asyncio.run(Budget(limit, others, {"GPUCKPT_SIMULATE": str(machine.world.path)}).left(own))
+
+    machine.host_memory(64, 10)
+    assert left() == (10 << 30, "10.0 GiB of host memory are available; it holds no other run")
+    there.append({"name": "a", "host_bytes": 4 << 30, "state": "suspended"})
+    assert left() == (10 << 30, "10.0 GiB of host memory are available; it holds a 4.0 GiB")
+    there.append({"name": "b", "host_bytes": 6 << 30, "state": "suspending"})
+    assert left()[0] == 4 << 30, "what another is about to take is not free"
+    assert left(12 << 30, 1 << 30) == (1 << 30, "the host budget of 12.0 GiB leaves 1.0 GiB; it holds b 6.0 GiB, a 4.0 GiB")
+    assert left(100 << 30)[0] == 4 << 30
+    with pytest.raises(errors.HostMemory, match="needs 5"):
+        asyncio.run(Budget(None, others, {"GPUCKPT_SIMULATE": str(machine.world.path)}).check(5 << 30))
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("64GiB", 64 << 30), ("64g", 64 << 30), ("1.5 GB", 1_500_000_000), ("4096", 4096), ("2T", 2 << 40)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert Size().convert(text, None, None) == nbytes
