@@ -217,6 +217,11 @@ def full_gpu_map(wanted: Mapping[str, str], gpus: Iterable[Gpu]) -> dict[str, st
     return full
 
 
+def image_call_s(nbytes: int) -> float:
+    """How long moving images of so many bytes to or from disk may take beyond the deadline: 10 s a GiB, for a disk of 100 MiB a second."""
+    return 30.0 + 10.0 * nbytes / GIB
+
+
 def default_timeout_s(nbytes: int) -> float:
     """Deadline where the user gave none: a minute, and two seconds for each GiB (4 times the slowest rate measured, 2 GiB/s)."""
     return 60.0 + 2.0 * nbytes / GIB

@@ -21,10 +21,23 @@ from gpuckpt.words import size
     metavar="KIND",
     help=f"Take on a hazard that may lose the process: {', '.join(ACCEPTABLE_HAZARDS)}. Repeatable.",
 )
+@click.option(
+    "--keep-in",
+    default="ram",
+    show_default=True,
+    metavar="DIR",
+    help="Keep what was on the GPUs in a file in DIR, and give the host memory back. Takes programs started by `gpuckpt exec`.",
+)
 @timeout_option
 @json_option
 def suspend(
-    targets: tuple[str, ...], no_tree: bool, dry_run: bool, accept_loss: tuple[str, ...], timeout_s: float | None, as_json: bool
+    targets: tuple[str, ...],
+    no_tree: bool,
+    dry_run: bool,
+    accept_loss: tuple[str, ...],
+    keep_in: str,
+    timeout_s: float | None,
+    as_json: bool,
 ) -> None:
     """Move everything that TARGETs hold on their GPUs to host memory.
 
@@ -36,6 +49,7 @@ def suspend(
       gpuckpt suspend 4242
       gpuckpt suspend --dry-run 4242
       gpuckpt suspend 4242 --timeout 30s --json
+      gpuckpt suspend 4242 --keep-in /var/lib/images
     """
 
     def body() -> Report:
@@ -48,7 +62,7 @@ def suspend(
         with LocalWorld() as world, world.interruptible(), Bar(as_json) as bar:
             kind = Preview if dry_run else Operation
             operation = kind(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=bar.tell, watch=bar.watch)
-            return operation.suspend(pids(targets), tree=not no_tree)
+            return operation.suspend(pids(targets), tree=not no_tree, keep_in=keep_in)
 
     execute("suspend", as_json, body, show_plan if dry_run else show)
 
@@ -65,8 +79,9 @@ def show(report: Report) -> None:
         moved = ", ".join(f"{size(g.bytes_before)} → {size(g.bytes_after)} on {g.uuid}" for g in p.gpus)
         click.echo(f"suspended: pid {p.pid} ({p.name})  {moved}")
     if not report.already:
-        held = sum(p.host_bytes for p in report.processes)
-        click.echo(f"{report.seconds:.1f} s, {size(held)} in host memory. Back with: gpuckpt resume {report.processes[0].pid}")
+        held, on_disk = (sum(getattr(p, name) for p in report.processes) for name in ("host_bytes", "disk_bytes"))
+        where = ", ".join(f"{size(n)} {what}" for n, what in ((held, "in host memory"), (on_disk, "on disk")) if n) or "nothing held"
+        click.echo(f"{report.seconds:.1f} s, {where}. Back with: gpuckpt resume {report.processes[0].pid}")
 
 
 def show_plan(report: Report) -> None:
