@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,28 @@ from gpuckpt.walk import Failure, Walk
 from gpuckpt.words import size
 
 RAM = "ram"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where the image of a suspended process is: bytes in memory, bytes on disk, and the rest of what a report says of it."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    image: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, walk: Walk, process: ProcessId, member: Member | None, nbytes: int) -> Kept:
+        """*member*: what the journal has of it. Whether its memory is whole the process itself tells."""
+        seen = walk.world.image(process)
+        on_disk, where = bool(seen.get("dropped")), RAM
+        if on_disk:  # and a journal of somebody else may know where
+            where = str(Path(member.image["path"]).parent) if member is not None and member.image is not None else "?"
+        made = {"path": seen.get("path", "driver"), **{k: seen.get(k) for k in ("populate_s", "threads", "huge_pages")}}
+        return cls(0 if on_disk else nbytes, nbytes if on_disk else 0, {**made, "in": where, "bytes": nbytes})
+
+
+NOWHERE = Kept()
 
 
 def refuse(walk: Walk, directory: str, processes: Iterable[GpuProcess]) -> None:
@@ -209,13 +232,3 @@ def _error(call: Call, process: ProcessId, outcome: Outcome) -> GpuckptError:
     return errors.ImageNotStored(
         f"pid {process} is suspended, but its image was not moved to disk: {said}", hint=f"gpuckpt resume {process} as ever", **where
     )
-
-
-def described(image: Mapping[str, Any], member: Member | None, nbytes: int) -> dict[str, Any]:
-    """What a report says of an image: how it was made, and where it lies. *image*: as the world sees it."""
-    on_disk = bool(image.get("dropped"))
-    where = RAM
-    if on_disk:  # by its own word, and the journal of somebody else may know where
-        where = str(Path(member.image["path"]).parent) if member is not None and member.image is not None else "?"
-    made = {k: image.get(k) for k in ("populate_s", "threads", "huge_pages")}
-    return {"path": image.get("path", "driver"), **made, "in": where, "bytes": nbytes}

@@ -349,11 +349,16 @@ class Operation(Group):
 
     def _already(self, inventory: Inventory) -> Report:
         self.now = self.now or {p.id: p.state for p in inventory.processes}
+        known = {m.id: m for r in self.world.journal.records() for m in r.members}
+        rows = []
+        for p, row in zip(inventory.processes, as_found(inventory), strict=True):
+            kept = keeping.Kept.of(self, p.id, known.get(p.id), row.host_bytes) if p.state is State.CHECKPOINTED else keeping.NOWHERE
+            rows.append(dataclasses.replace(row, host_bytes=kept.host_bytes, disk_bytes=kept.disk_bytes, image=kept.image))
         report = Report(
             self.command,
             True,
             self.world.simulated,
-            tuple(as_found(inventory)),
+            tuple(rows),
             self.seconds(),
             tuple(self.steps),
             warnings=tuple(self.warnings),
@@ -378,12 +383,11 @@ class Operation(Group):
             gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus}
             for uuid, nbytes in here.items():
                 gpus[uuid] = GpuReport(uuid, gpus[uuid].bytes_before if uuid in gpus else 0, nbytes)
-            nbytes = self.world.image_bytes(m.id) if state is State.CHECKPOINTED else 0
-            image = keeping.described(self.world.image(m.id), m, nbytes) if state is State.CHECKPOINTED else None
-            on_disk = nbytes if image and image["in"] != keeping.RAM else 0
+            down = state is State.CHECKPOINTED
+            image = keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if down else keeping.NOWHERE
             kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if state is State.CHECKPOINTED else 0
-            note = m.lost or m.waiting
-            rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), nbytes - on_disk, kept, note, on_disk, image))
+            where = (image.host_bytes, kept, m.lost or m.waiting, image.disk_bytes, image.image)
+            rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
         return Report(
             self.command,
             ok,

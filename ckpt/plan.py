@@ -50,6 +50,8 @@ RESULT = {
 }
 #: Where an agent may hold a process that the driver calls running; nobody means to leave it there.
 AGENT_STAGES = frozenset({State.QUIESCED, State.COMMS_SUSPENDED, State.DISARMED})
+#: Calls that move an image between host memory and disk; no step of the walk, which ends where the driver's calls end.
+IMAGE_CALLS = frozenset({Call.STORE, Call.DROP, Call.LOAD})
 #: Calls that an agent makes, on the program's own thread; the others are the driver's.
 AGENT_CALLS = frozenset({Call.QUIESCE, Call.COMMS, Call.DISARM, Call.ARM, Call.COMMS_RESUME, Call.UNQUIESCE})
 

@@ -161,6 +161,9 @@ class MemoryWorld:
         found = self.machine.rules.processes.get(process.pid)
         return found.image_bytes if found else 0
 
+    def image(self, process: ProcessId) -> dict[str, Any]:
+        return {}
+
     def age_s(self, pid: int) -> float | None:
         return None
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from gpuckpt.driver.api import CallError, Driver
 from gpuckpt.model import Call, Outcome, ProcessId, State
+from gpuckpt.plan import IMAGE_CALLS
 
 _MESSAGE_BYTES = 1 << 16
 #: How long a caller may take to come to life, in seconds. It takes 5 ms; a helper that was stopped takes for ever.
@@ -269,7 +270,7 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
                 _checkpoint(backend, process)
             elif call is Call.RESTORE:
                 _restore(backend, process, request)
-            elif call in (Call.STORE, Call.DROP, Call.LOAD):
+            elif call in IMAGE_CALLS:
                 answer["image"] = _move(call, backend, process, request["image"], reply)
             else:
                 backend.unlock(process.pid)

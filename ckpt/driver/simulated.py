@@ -8,16 +8,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt.driver.api import CallError, DriverVersion
-from gpuckpt.driver.simulated_image import SimulatedImage
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu, SimulatedProcess
 from gpuckpt.driver.simulated_store import POLL_S, SUCCESS, Fault, SimulatedWorldDir, StateLostError, World, look, stopped
 from gpuckpt.errors import NoDriver
-from gpuckpt.image import preload
 from gpuckpt.model import Call, Gpu, ProcessId, State
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
+
+    from gpuckpt.driver.simulated_image import SimulatedImage
 
 __all__ = [
     "Fault",
@@ -112,6 +112,8 @@ class SimulatedDriver:
 
     @contextlib.contextmanager
     def image(self, process: ProcessId) -> Iterator[SimulatedImage]:
+        from gpuckpt.driver.simulated_image import SimulatedImage
+
         yield SimulatedImage(self.world, process)
 
     def image_dropped(self, process: ProcessId) -> bool:
@@ -156,6 +158,8 @@ class SimulatedDevices:
             return process.image_bytes if process else 0
 
     def image(self, process: ProcessId) -> Mapping[str, Any]:
+        from gpuckpt.image import preload
+
         dropped = (self.world.kept(process.pid, process.start_ticks) / "dropped").exists()
         return {**preload.described(process), "dropped": dropped}
 

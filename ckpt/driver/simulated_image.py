@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,7 @@ class SimulatedImage:
         self._kept.mkdir(parents=True, exist_ok=True)
         (self._kept / "held").unlink(missing_ok=True)
         try:
+            self._answer("link")
             os.link(path, self._kept / "held")  # in place of a descriptor
         except OSError:
             return False
@@ -90,6 +92,9 @@ class SimulatedImage:
 
     def _answer(self, request: str) -> None:
         fault = self._world.take_fault(request, self._process.pid)
+        if fault is not None and fault.delay_s:
+            time.sleep(fault.delay_s)
+            return
         if fault is not None and fault.hang:
             raise Unanswered(f"the keeper of pid {self._process} has not answered")
         if fault is not None:

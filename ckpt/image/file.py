@@ -16,7 +16,6 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -252,6 +251,8 @@ def read(fd: int, parts: Sequence[Piece], sums: Sequence[int], write: Callable[[
 
 def _in_threads(parts: Sequence[Piece], one: Callable[[Piece, memoryview], None], check: Callable[[], None]) -> None:
     """Do *one* for each of *parts*, with a page-aligned buffer, in several threads. The first failure ends all, and is raised."""
+    from concurrent.futures import ThreadPoolExecutor, wait
+
     queue, lock, over = iter(parts), threading.Lock(), threading.Event()
 
     def work() -> None:
