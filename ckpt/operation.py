@@ -40,7 +40,7 @@ class Operation(Group):
             self.set_deadline(sum(p.nbytes for p in inventory.processes))
             inventory, targets = self.claim_group(inventory, targets, tree)
             if all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self.left_in_the_middle(inventory):
-                return self._already(inventory) if keep_in == keeping.RAM else self._keep(targets, keep_in, inventory)
+                return self._already(inventory) if keep_in == keeping.RAM else self._keep(targets, tree, keep_in, inventory)
             self.refuse(inventory)
             keeping.refuse(self, keep_in, inventory.processes)
             self.world.journal.prepare()
@@ -140,9 +140,9 @@ class Operation(Group):
 
     # On the way.
 
-    def _keep(self, targets: Sequence[int], keep_in: str, inventory: Inventory) -> Report:
+    def _keep(self, targets: Sequence[int], tree: bool, keep_in: str, inventory: Inventory) -> Report:
         """Move the images of a group that was suspended before."""
-        record, _ = self.group_to_resume(targets)
+        record, _ = self.group_to_resume(targets, tree)
         assert record is not None
         self.record = record
         self.look()

@@ -81,7 +81,15 @@ def show(report: Report) -> None:
     if not report.already:
         held, on_disk = (sum(getattr(p, name) for p in report.processes) for name in ("host_bytes", "disk_bytes"))
         where = ", ".join(f"{size(n)} {what}" for n, what in ((held, "in host memory"), (on_disk, "on disk")) if n) or "nothing held"
-        click.echo(f"{report.seconds:.1f} s, {where}. Back with: gpuckpt resume {report.processes[0].pid}")
+        click.echo(f"{report.seconds:.1f} s, {where}{_path(report)}. Back with: gpuckpt resume {report.processes[0].pid}")
+
+
+def _path(report: Report) -> str:
+    """How the images were made: with the preload library it takes less time."""
+    without = [str(p.pid) for p in report.processes if p.image and p.image["path"] != "preload"]
+    if report.simulated or not without:
+        return ""
+    return f"; without the preload library in pid {', '.join(without)} (gpuckpt exec, docs/driver-path.md)"
 
 
 def show_plan(report: Report) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpuckpt import errors
-from gpuckpt.image import file, keeper, memory, store
+from gpuckpt.image import file, keeper, memory, preload, store
 from gpuckpt.image.file import Region
 from gpuckpt.image.memory import Preloaded
 from gpuckpt.inspect import processes
@@ -83,6 +83,16 @@ def test_there_and_back(suspended: Suspended) -> None:
     assert suspended.whole()
     assert not keeper.dropped(suspended.program.id)
     keeper.end(suspended.program.id)
+
+
+def test_whatever_the_library_is_told_meanwhile(suspended: Suspended) -> None:
+    """A checkpoint that is called again and fails, another announcement: what is on disk comes back."""
+    suspended.keep()
+    preload.forget(suspended.program.id)
+    with pytest.raises(memory.Unavailable, match="on disk"):
+        suspended.program.announce()
+    suspended.call(Call.LOAD)
+    assert suspended.whole()
 
 
 def test_again_and_again(suspended: Suspended) -> None:

@@ -301,7 +301,12 @@ def _checkpoint(backend: Driver, process: ProcessId) -> None:
                 if keeper.dropped(process) and backend.state(process.pid) is State.LOCKED:
                     keeper.void(process)
                 announced.enter_context(preload.announced(process, backend.restore_thread(process.pid)))
-        backend.checkpoint(process.pid)
+        try:
+            backend.checkpoint(process.pid)
+        except CallError:
+            with contextlib.suppress(Exception):
+                preload.forget(process)  # what was mapped for it is gone
+            raise
 
 
 def _restore(backend: Driver, process: ProcessId, request: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ from gpuckpt.inspect import host
 from gpuckpt.model import GIB, ProcessId
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from gpuckpt.driver.simulated_store import SimulatedWorldDir
 
 
@@ -43,6 +45,10 @@ class SimulatedImage:
         if not self._files:
             raise Unavailable(f"pid {self._process} has no image")
         return [Region((n + 1) * GIB, len(path.read_bytes())) for n, path in enumerate(self._files)]
+
+    def prove(self, regions: Sequence[Region]) -> None:
+        if list(regions) != self.regions():
+            raise Unavailable(f"what is in pid {self._process} is not its image")
 
     def read(self, buffer: memoryview, address: int) -> None:
         buffer[:] = self._file(address).read_bytes()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -35,6 +35,10 @@ class Memory(Protocol):
 
     def regions(self) -> list[Region]:
         """Where it lies. Raises :class:`Unavailable` unless that is certain."""
+        ...
+
+    def prove(self, regions: Sequence[Region]) -> None:
+        """Raise :class:`Unavailable` unless all that lies in *regions* is certainly the image."""
         ...
 
     def read(self, buffer: memoryview, address: int) -> None: ...
@@ -97,15 +101,18 @@ class Preloaded:
         found = [Region(i.address, -(-i.nbytes // _PAGE_BYTES) * _PAGE_BYTES) for i in seen.images if i.address]
         if not found or seen.count != len(found):
             raise Unavailable(f"the preload library in pid {self.process} did not see the driver make the image")
+        self.prove(found)
+        return found
+
+    def prove(self, regions: Sequence[Region]) -> None:
         ours = list(_marked(self.process.pid))
-        for region in found:
+        for region in regions:
             at = region.address
             for begin, end in ours:
                 if begin <= at < end:
                     at = end
             if at < region.end:
                 raise Unavailable(f"what lies at {region.address:#x} in pid {self.process} is not for certain its image")
-        return found
 
     def read(self, buffer: memoryview, address: int) -> None:
         at = 0

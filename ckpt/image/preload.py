@@ -147,7 +147,10 @@ def withdraw(process: ProcessId, operation: int) -> None:
 
 
 def forget(process: ProcessId) -> None:
-    """*process* was restored: the images are gone from its memory, and its keeper may go. Never raises for a process that is gone."""
+    """*process* was restored, or not checkpointed: there is no image in its memory any more, and its keeper may go. Does nothing while the
+    only copy of an image is on disk. Never raises for a process that is gone."""
+    if keeper.dropped(process):
+        return
     with contextlib.suppress(Unavailable), page.opened(process) as (memory, at):
         os.pwrite(memory, bytes(page.KEEPER_AT - page.RESULT_AT), at + page.RESULT_AT)
     keeper.end(process)

@@ -121,6 +121,7 @@ def load(memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Cal
             The image is on disk as before, and nothing of it in memory.
     """
     begun = False
+    regions: list[Region] = []
     try:
         memory.settle()  # a drop that was asked for before a stop acts now, or never
         if not memory.dropped:
@@ -128,8 +129,7 @@ def load(memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Cal
         with _opened(memory, spec) as fd:
             header = _header(fd, process, spec)
             regions = [Region(*r) for r in header["regions"]]
-            if regions != memory.regions():
-                raise Corrupted("it is of other memory")
+            memory.prove(regions)
             parts = file.pieces(regions)
             begun = True
             left = sum(r.nbytes for r in regions)
@@ -144,7 +144,7 @@ def load(memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Cal
     except BaseException as error:
         if begun:
             with contextlib.suppress(Exception):
-                for region in memory.regions():
+                for region in regions:
                     memory.drop(region)
         if not isinstance(error, OSError | Unavailable | Unanswered | Corrupted):
             raise
