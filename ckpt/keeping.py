@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuckpt import claims, errors, plan
+from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
 from gpuckpt.image import file, keeper, preload
 from gpuckpt.image.page import Unavailable
@@ -199,16 +200,21 @@ def _calls(walk: Walk, call: Call, specs: Mapping[ProcessId, Mapping[str, Any]])
     with walk.step(call):
         assert walk.record is not None
         limit = max(walk.deadline, world.now()) + plan.image_call_s(sum(g.nbytes or 0 for m in walk.record.members for g in m.gpus))
-        pending = {p: world.start(call, p, image=spec, claims=walk.claims) for p, spec in specs.items()}
-        while waiting := [p for p in pending.values() if p.outcome is None]:
+        pending, failures = {}, []
+        for p, spec in specs.items():
+            try:
+                pending[p] = world.start(call, p, image=spec, claims=walk.claims)
+            except CallError as e:
+                failures.append(Failure(p, _error(call, p, Outcome(e.result))))
+        while waiting := [c for c in pending.values() if c.outcome is None]:
             if world.now() >= limit or len(world.interruptions) > before:
                 break
             world.wait(waiting, min(limit, world.now() + 0.25))
-    done, failures = {}, []
-    for process, p in pending.items():
-        outcome = p.outcome or Outcome("interrupted" if len(world.interruptions) > before else "deadline")
-        if p.outcome is None:
-            p.release()
+    done = {}
+    for process, c in pending.items():
+        outcome = c.outcome or Outcome("interrupted" if len(world.interruptions) > before else "deadline")
+        if c.outcome is None:
+            c.release()
         if outcome.ok:
             done[process] = outcome.image or {}
         else:
@@ -221,7 +227,13 @@ def _error(call: Call, process: ProcessId, outcome: Outcome) -> GpuckptError:
     if outcome.result.startswith("gpuckpt:"):
         cls = errors.by_code().get(outcome.result[8:], GpuckptError)
         return cls(outcome.message, hint=outcome.hint or "gpuckpt doctor", **where)
-    why = {"VANISHED": "the process of ours that did it was killed", "interrupted": "interrupted", "deadline": "the deadline passed"}
+    why = {
+        "VANISHED": "the process of ours that did it was killed",
+        "NO_CALLER": "no process of ours could be started",
+        "STALE": "it has ended",
+        "interrupted": "interrupted",
+        "deadline": "the deadline passed",
+    }
     said = why.get(outcome.result, f"{outcome.result} {outcome.message}".strip())
     if call is Call.LOAD:
         return errors.ImageUnreadable(
