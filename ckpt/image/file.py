@@ -7,7 +7,9 @@ half-written, whatever its name.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import functools
 import json
 import mmap
 import os
@@ -125,9 +127,12 @@ def sweep(directory: Path) -> list[Path]:
 def filesystem(directory: Path) -> str:
     """The type of the file system that *directory* lies on, "" where that cannot be told."""
     try:
-        device = os.stat(directory).st_dev
+        return _type(os.stat(directory).st_dev)
     except OSError:
         return ""
+
+
+def _type(device: int) -> str:
     found = ""
     for line in host.read(Path("/proc/self/mountinfo")).splitlines():
         fields, _, more = line.partition(" - ")
@@ -165,14 +170,20 @@ def _unlinked(directory: Path) -> int:
 
 def reserve(fd: int, nbytes: int) -> None:
     """Have *nbytes* for the file *fd*, or raise ``OSError``. Where the file system cannot promise, what is free must suffice."""
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        free = os.fstatvfs(fd)
-        if free.f_bavail * free.f_frsize < nbytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+    failed = errno.EOPNOTSUPP
+    if _type(os.fstat(fd).st_dev) not in ("tmpfs", "ramfs"):  # there it would take the memory
+        # not posix_fallocate: where the file system cannot, that writes to every block
+        failed = 0 if _libc().fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(nbytes)) == 0 else ctypes.get_errno()
+    if failed not in (0, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+        raise OSError(failed, os.strerror(failed))
+    free = os.fstatvfs(fd)
+    if failed and free.f_bavail * free.f_frsize < nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 # Writing and reading.
