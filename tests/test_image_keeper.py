@@ -128,6 +128,22 @@ def test_a_stopped_program_does_not_answer_and_settles_when_it_goes_on(
     assert ours.dropped is first, "what was asked before acts no more"
 
 
+def test_pages_that_may_go_any_moment_count_as_given_back(
+    program: Program, image: Mapped, ours: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drop was asked of a program that was stopped: nobody restores it before that is settled."""
+    assert not keeper.dropped(program.id)
+    program.stop()
+    monkeypatch.setattr(keeper, "RANGE_S", 0.05)
+    monkeypatch.setattr(keeper, "ANSWER_S", 0.05)
+    with pytest.raises(Unanswered):
+        ours.drop(image.address, end_of(image))
+    assert not ours.dropped
+    assert keeper.dropped(program.id)
+    os.kill(program.pid, signal.SIGCONT)
+    eventually(lambda: keeper.dropped(program.id) is ours.dropped, "it is settled")
+
+
 @pytest.mark.parametrize("error", [errno.ENOMEM, errno.EPERM])
 def test_pages_that_cannot_be_got_are_an_error(program: Program, image: Mapped, ours: Keeper, error: int) -> None:
     ours.drop(image.address, end_of(image))

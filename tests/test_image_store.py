@@ -6,13 +6,14 @@ import errno
 import os
 import resource
 import signal
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuckpt import errors
+from gpuckpt import errors, keeping
 from gpuckpt.image import file, keeper, memory, preload, store
 from gpuckpt.image.file import Region
 from gpuckpt.image.memory import Preloaded
@@ -384,6 +385,17 @@ def test_file_systems_by_name() -> None:
     assert file.filesystem(Path("/proc")) == "proc"
     assert file.filesystem(Path("/dev/shm")) in ("tmpfs", "")
     assert file.filesystem(Path("/no/such/place")) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("overlay", "ephemeral storage"), ("nfs4", "over a network"), ("tmpfs", "in memory"), ("ext4", "")]
+)
+def test_what_is_not_a_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
+    """case 55: overlay and tmpfs are warned of, with what they cost."""
+    monkeypatch.setattr(file, "filesystem", lambda _: kind)
+    walk = types.SimpleNamespace(warnings=[])
+    keeping.refuse(walk, str(tmp_path), [])  # type: ignore[arg-type]
+    assert (said in " ".join(walk.warnings), bool(walk.warnings)) == (True, bool(said))
 
 
 def test_without_direct_io(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,8 +101,11 @@ class Keeper:
         self._ask(Request.LET_GO)
 
     def end(self) -> None:
-        """Let go, and end."""
+        """Let go, and end. When this returns another can be started."""
         self._ask(Request.END)
+        until = time.monotonic() + ANSWER_S
+        while self._words()[0] and time.monotonic() < until:
+            time.sleep(0.0002)
 
     def _words(self) -> tuple[int, ...]:
         return page.KEEPER.unpack(os.pread(self.memory, page.KEEPER.size, self.at + page.KEEPER_AT))
@@ -173,9 +176,22 @@ def let_go(process: ProcessId) -> None:
 
 
 def dropped(process: ProcessId) -> bool:
-    """Whether memory of the image of *process* was given back and has not all returned; False where no library is, or we may not look."""
+    """Whether memory of the image of *process* was given back and has not all returned, or may be so any moment: it was asked for, and
+    there was no answer. False where no library is, or we may not look."""
     with contextlib.suppress(Unavailable), page.opened(process) as (memory, at):
-        return bool(page.KEEPER.unpack(os.pread(memory, page.KEEPER.size, at + page.KEEPER_AT))[6])
+        words = page.KEEPER.unpack(os.pread(memory, page.KEEPER.size, at + page.KEEPER_AT))
+        if words[6]:
+            return True
+        (asked,) = page.ASKED.unpack(os.pread(memory, page.ASKED.size, at + page.ASKED_AT))
+        request, *_ = page.REQUEST.unpack(os.pread(memory, page.REQUEST.size, at + page.REQUEST_AT))
+        if not words[0] or asked == words[4] or request != Request.DROP:
+            return False
+        with of(process) as keeper:
+            try:
+                keeper.settle()
+            except (Unanswered, OSError):
+                return True
+            return keeper.dropped
     return False
 
 
