@@ -17,7 +17,9 @@ from gpuckpt.image import keeper, page, preload
 from gpuckpt.image.keeper import Keeper, Unanswered
 from gpuckpt.image.page import Unavailable
 from tests.conftest import eventually
-from tests.image_machine import MIB, SIZE, Mapped, Program, Start, is_plain
+from tests.image_machine import MIB, Mapped, Program, Start, is_plain
+
+SIZE = 64 * MIB
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def program(start_program: Start) -> Program:
 
 @pytest.fixture
 def image(program: Program) -> Mapped:
-    found = program.map()
+    found = program.map("image", SIZE)
     assert program.ask(f"zero {found.address:x} {SIZE}") == ["0"], "and now it is full of something"
     return found
 
@@ -178,7 +180,7 @@ def test_storms_pass_it_by(program: Program, image: Mapped, ours: Keeper) -> Non
     for storm in ("fork", "vfork"):
         assert program.ask(storm) == ["0"]
     ours.settle()
-    assert is_plain(program.map("thread"))
+    assert is_plain(program.map("thread", SIZE), SIZE)
 
 
 def test_a_page_with_nonsense_for_a_pipe_wakes_nobody(program: Program, image: Mapped, ours: Keeper, tmp_path: Path) -> None:
