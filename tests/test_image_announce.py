@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuckpt.driver import caller
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import DriverTooOld
-from gpuckpt.image import page, preload
+from gpuckpt.image import keeper, memory, page, preload
 from gpuckpt.image.preload import Unavailable, Verdict
 from gpuckpt.inspect import processes
-from gpuckpt.model import ProcessId
+from gpuckpt.model import Call, ProcessId, State
 from tests.image_machine import SIZE, Mapped, Program, Start, is_image, is_plain
 
 # A checkpoint by gpuckpt.
@@ -28,6 +31,7 @@ class Backend:
 
     def __init__(self, program: Program, **answers: Exception) -> None:
         self.program, self.answers, self.found = program, answers, Mapped(0, 0)
+        self.now, self.first = State.LOCKED, 0
 
     def restore_thread(self, pid: int) -> int:
         assert pid == self.program.pid
@@ -35,11 +39,28 @@ class Backend:
             raise self.answers["restore_thread"]
         return self.program.restore_tid
 
+    def state(self, pid: int) -> State:
+        return self.now
+
+    def image(self, process: ProcessId) -> Any:
+        return memory.of(process)
+
+    def image_dropped(self, process: ProcessId) -> bool:
+        return keeper.dropped(process)
+
+    def restore(self, pid: int, gpu_map: dict[str, str], *, initialise: bool) -> None:
+        (zero,) = self.program.ask(f"zero {self.found.address:x} {SIZE}")
+        assert zero == str(SIZE // 8), "its image is whole"
+        self.program.ask(f"unmap {self.found.address:x} {SIZE}")
+        self.now = State.LOCKED
+
     def checkpoint(self, pid: int) -> None:
         assert pid == self.program.pid
         self.found = self.program.map()
+        self.first = self.first or self.found.address
         if "checkpoint" in self.answers:
             raise self.answers["checkpoint"]
+        self.now = State.CHECKPOINTED
 
 
 def test_a_checkpoint_is_announced_while_it_lasts(start_program: Start) -> None:
@@ -64,6 +85,41 @@ def test_a_checkpoint_that_fails_is_withdrawn_too(start_program: Start) -> None:
     with pytest.raises(CallError, match="UNKNOWN"):
         caller._checkpoint(Backend(program, checkpoint=CallError("checkpoint", "UNKNOWN")), program.id)  # type: ignore[arg-type]
     assert program.result.operation == 0
+
+
+def call(backend: Backend, call: Call, **image: Any) -> dict[str, Any]:
+    """What a caller answers."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        found = processes.read(backend.program.pid)
+        assert found is not None
+        request = {"call": call, "pid": found.pid, "start_ticks": found.start_ticks, "gpu_map": {}, "initialise": False, "image": image}
+        caller._serve(request, theirs, backend, None)  # type: ignore[arg-type]
+        answer: dict[str, Any] = json.loads(ours.recv(1 << 16))
+        return answer
+
+
+def test_an_image_on_disk_from_checkpoint_to_restore(start_program: Start, tmp_path: Path) -> None:
+    """All calls of callers, but the driver's, on a real process."""
+    program = start_program()
+    backend = Backend(program)
+    assert call(backend, Call.STORE, directory=str(tmp_path), operation="ab")["result"] == "gpuckpt:image-not-stored"
+    assert call(backend, Call.CHECKPOINT)["result"] == "SUCCESS"
+    program.ask(f"zero {backend.found.address:x} {SIZE}")
+    assert preload.described(program.id)["path"] == "preload"
+    stored = call(backend, Call.STORE, directory=str(tmp_path), operation="ab")
+    assert (stored["result"], stored["image"]["nbytes"]) == ("SUCCESS", SIZE)
+    assert call(backend, Call.DROP, **stored["image"])["result"] == "SUCCESS"
+    refused = call(backend, Call.RESTORE)
+    assert refused["result"] == "gpuckpt:image-unreadable"
+    assert call(backend, Call.CHECKPOINT)["result"] == "SUCCESS", "of a driver that allows it twice"
+    assert keeper.dropped(program.id), "and nothing is forgotten"
+    assert call(backend, Call.LOAD, **stored["image"])["image"] == {"loaded_bytes": SIZE}
+    backend.found = program.look(backend.first, 0, SIZE)
+    assert call(backend, Call.RESTORE)["result"] == "SUCCESS"
+    assert preload.described(program.id) == {"path": "driver", "dropped": False}
+    with pytest.raises(Unavailable, match="no keeper"), keeper.of(program.id):
+        pass
 
 
 @pytest.mark.parametrize("error", [CallError("restore-thread", "NOT_SUPPORTED"), DriverTooOld("no such function")])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import signal
+import tempfile
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,6 +113,35 @@ def test_by_name_where_the_process_cannot_hold_it(named: Suspended) -> None:
     assert named.path.stat().st_mode & 0o777 == 0o600
     named.call(Call.LOAD)
     assert named.whole()
+
+
+AS_USER = ("setpriv", "--reuid=1000", "--regid=1000", "--clear-groups")
+
+
+@pytest.mark.parametrize(("where", "held"), [("open", True), ("closed", False), ("another", False)])
+def test_root_keeps_the_image_of_a_user_or_container(image_folder: Path, where: str, held: bool) -> None:
+    """The file is the user's; in a directory that is closed to them, or that a mount namespace does not show, it keeps its name."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be somebody else")
+    top = Path(tempfile.mkdtemp(dir="/tmp"))
+    top.chmod(0o755)
+    place = top / "images"
+    place.mkdir(mode=0o700 if where == "closed" else 0o755)
+    hides = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none {place} && exec "$0"')
+    folder = Path(shutil.copytree(image_folder, top / "built"))
+    program = Program(folder, preload.environment(), hides if where == "another" else AS_USER)
+    try:
+        suspended = Suspended(program, place)
+        suspended.keep()
+        assert suspended.spec["held"] is held
+        status = suspended.opened().stat()
+        assert (status.st_uid, status.st_mode & 0o777) == (0 if where == "another" else 1000, 0o600)
+        suspended.call(Call.LOAD)
+        assert suspended.whole()
+    finally:
+        program.process.kill()
+        program.process.communicate()
+        shutil.rmtree(top)
 
 
 def test_the_directory_is_removed_meanwhile(suspended: Suspended, tmp_path: Path) -> None:
