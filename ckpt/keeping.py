@@ -54,6 +54,8 @@ def refuse(walk: Walk, directory: str, processes: Iterable[GpuProcess]) -> None:
     """Raise if the images of *processes* cannot be kept in *directory*: nothing has been touched. Warns of what a person may not expect."""
     if directory == RAM:
         return
+    if not directory:
+        raise errors.Usage("--keep-in: neither a directory nor ram", hint="gpuckpt suspend PID --keep-in DIR")
     processes = list(processes)
     for p in processes:
         try:
@@ -182,7 +184,7 @@ def _forget_file(member: Member) -> bool:
     if member.image is None:
         return False
     path = Path(member.image["path"])
-    if path.name != file.name(member.id, member.image["operation"]):
+    if not file.is_named(path, member.id, member.image["operation"]):
         return False
     with contextlib.suppress(OSError):
         path.unlink()

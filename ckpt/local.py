@@ -259,6 +259,8 @@ class LocalWorld:
         member = next((m for r in self.journal.records() if (m := r.member(process))), None)
         if member and member.gpus and all(g.nbytes is not None for g in member.gpus):
             return sum(g.nbytes or 0 for g in member.gpus)
+        if member and member.image and "nbytes" in member.image:
+            return int(member.image["nbytes"])  # it may be on disk, and its mapping empty
         return self.devices.image_bytes(process.pid) if processes.is_same(process) else 0
 
     def image(self, process: ProcessId) -> Mapping[str, Any]:

@@ -102,6 +102,7 @@ class Operation(Group):
                 room.claim(self, gpu_map, until=self.world.now() + wait_s)
             self.check_interruption()
             if unread := keeping.load(self, [p for p, state in self.now.items() if state is State.CHECKPOINTED]):
+                self.check_interruption()
                 raise self._with_report(unread[0].error)
             self.save(required=True, status=Status.RESUMING)
             self.world.journal.remove(*self.record.replaces)

@@ -117,6 +117,7 @@ def test_without_the_library(machine: Machine, place: Path) -> None:
 
 def test_no_such_directory(machine: Machine, target: Target, place: Path) -> None:
     (place / "file").touch()
+    assert keep(machine, target, "").error["code"] == "usage"  # type: ignore[arg-type]
     for wrong in (place / "none", place / "file"):
         refused = keep(machine, target, wrong)
         assert (refused.code, refused.error["code"]) == (6, "image-directory")
@@ -288,6 +289,20 @@ def test_a_group_comes_back_as_one_or_not_at_all(
     assert two.unharmed()
 
 
+def test_ctrl_c_while_it_is_brought_back(machine: Machine, target: Target, place: Path) -> None:
+    assert keep(machine, target, place).code == 0
+    machine.world.add_fault("fill", delay_s=30.0)
+    running = machine.begin("resume", target.pid)
+    eventually(lambda: machine.faults_left() == 0, "the load")
+    running.signal(signal.SIGINT)
+    ended = running.end()
+    assert (ended.code, ended.error["code"]) == (130, "interrupted")
+    machine.kill_callers()
+    assert target.state is State.CHECKPOINTED
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
 def test_killed_while_it_is_brought_back(machine: Machine, target: Target, place: Path) -> None:
     assert keep(machine, target, place).code == 0
     machine.world.add_fault("fill", delay_s=30.0)
@@ -307,6 +322,10 @@ def test_a_machine_that_was_started_anew(machine: Machine, target: Target, place
     machine.world.add_fault("link", result="EXDEV")
     assert keep(machine, target, place).code == 0
     assert len(list(place.iterdir())) == 1
-    machine.rewrite(boot_id="another")
+    (path,) = place.iterdir()
+    renamed = path.rename(path.with_name(re.sub(r"image-\w{8}-", "image-01234567-", path.name)))  # as that boot called it
+    (record,) = machine.records()
+    record["members"][0]["image"]["path"] = str(renamed)
+    machine.rewrite(boot_id="another", members=record["members"])
     machine.gpuckpt("ps")
     assert list(place.iterdir()) == []

@@ -31,7 +31,7 @@ _BLOCK = 4096
 _MAGIC = b"gpuckpt-image\0\0\1"
 _HEAD = struct.Struct("=16sIQ")  # checksum and length of what follows
 
-_NAME = re.compile(r"gpuckpt-image-([0-9a-f]{8})-(\d+)-(\d+)-[0-9a-f]+")
+_NAME = re.compile(r"gpuckpt-image-([0-9a-f]{8})-(\d+)-(\d+)-([0-9a-f]+)")
 
 #: File systems on which an image is not what a person expects of a disk, and what it is there.
 NOT_A_DISK = {
@@ -90,6 +90,12 @@ def file_bytes(image_bytes: int) -> int:
 def name(process: ProcessId, operation: str) -> str:
     """What the file of *process* is called: it tells whose it is, so that it can be cleaned away when that is gone."""
     return f"gpuckpt-image-{_here()}-{process.pid}-{process.start_ticks}-{operation}"
+
+
+def is_named(path: Path, process: ProcessId, operation: str) -> bool:
+    """Whether *path* is called as the file of *process* is, on whatever boot."""
+    match = _NAME.fullmatch(path.name)
+    return match is not None and (match[2], match[3], match[4]) == (str(process.pid), str(process.start_ticks), operation)
 
 
 def _here() -> str:
@@ -197,7 +203,10 @@ def directly(path: Path | str, flags: int, mode: int = 0o600) -> Iterator[int]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        fd = os.open(path, (flags & ~os.O_EXCL) | os.O_CLOEXEC, mode)
+        if flags & os.O_EXCL:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # noqa: PTH108 - a path may be a word here; made, and then not opened
+        fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         yield fd
     finally:

@@ -165,8 +165,8 @@ def damaged(t: Target) -> None:
 
 def killed(t: Target) -> None:
     """kill -9 of the command and its callers while the file is written."""
-    p = subprocess.Popen(["gpuckpt", "suspend", str(t.pid), *ALONE, "--keep-in", str(place)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     disk = free_mib()
+    p = subprocess.Popen(["gpuckpt", "suspend", str(t.pid), *ALONE, "--keep-in", str(place)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: SIMULATED or free_mib() < disk - 100 or p.poll() is not None, 120)
     for directory in Path("/proc").glob("[0-9]*"):
         try:
@@ -179,6 +179,7 @@ def killed(t: Target) -> None:
     code, document, _ = gpuckpt("recover")
     r.note("killed_while_writing", {"recover": code, "said": document.get("recovered"), "names": sorted(os.listdir(place))})
     must("after kill -9 of everything no file is left", not os.listdir(place), sorted(os.listdir(place)))
+    must("and its space is back", SIMULATED or wait_for(lambda: free_mib() > disk - 200, 20), disk - free_mib())
     if state(t.pid) == "CHECKPOINTED":
         up(t)
     must("and the process computes the same", t.same())
