@@ -48,6 +48,7 @@ def suspend(
     timeout_s: float | None = None,
     tree: bool = True,
     accept_loss: Collection[str] = (),
+    keep_in: str = "ram",
     tell: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Move everything that the groups of *pids* hold on their GPUs to host memory.
@@ -63,6 +64,8 @@ def suspend(
         False: only the processes named, under the same hazards.
     accept_loss
         Kinds of hazards taken on, such as ``"possible-import"``.
+    keep_in
+        A directory: the images are moved into files there, and their host memory given back. "ram": they stay in host memory.
     tell
         Called with a :class:`gpuckpt.walk.Progress` while driver calls run.
 
@@ -79,7 +82,9 @@ def suspend(
     from gpuckpt.operation import Operation
 
     with LocalWorld() as world, world.interruptible(restore=True):
-        return Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell).suspend(pids, tree=tree)
+        return Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell).suspend(
+            pids, tree=tree, keep_in=keep_in
+        )
 
 
 def resume(
@@ -123,8 +128,11 @@ def status(*pids: int) -> Overview:
 
 def recover(*, timeout_s: float | None = None) -> list[Report]:
     """Finish or undo every operation that a crash left in the middle; one report for each, with ``error`` set where that failed."""
+    from gpuckpt import keeping
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
 
     with LocalWorld() as world, world.interruptible(restore=True):
+        world.void()
+        keeping.sweep(world.journal.records())
         return recover_all(world, timeout_s=timeout_s)

@@ -281,6 +281,30 @@ class Leased(GpuckptError):
     code = "leased"
 
 
+class NoPreload(Refused):
+    """Keeping an image on disk takes the preload library in the process, and it is not there."""
+
+    code = "no-preload"
+
+
+class ImageDirectory(Refused):
+    """An image cannot be kept where it was asked to be: no such directory, no room, no permission."""
+
+    code = "image-directory"
+
+
+class ImageNotStored(NotAsFound):
+    """The processes are suspended, but an image is not on disk as it was asked to be; it stays in host memory."""
+
+    code = "image-not-stored"
+
+
+class ImageUnreadable(NotAsFound):
+    """An image on disk cannot be read, or is not what was written; its process stays suspended."""
+
+    code = "image-unreadable"
+
+
 class Interrupted(GpuckptError):
     """Ctrl-C or a signal; everything is as it was found."""
 

@@ -37,6 +37,7 @@ class Member:
     lost: str = ""  # why its GPU state is gone for good
     agent: bool = False  # it has one, which holds it at its safe point
     waiting: str = ""  # "lock by caller 4242": a call that had not returned when its controller left
+    image: Mapping[str, Any] | None = None  # where it is kept on disk: written down before the file is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,7 @@ def _record(document: dict[str, Any]) -> Record:
             m["lost"],
             m.get("agent", False),
             m["waiting"],
+            m.get("image"),
         )
         for m in document["members"]
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpuckpt import claims, errors, plan
+from gpuckpt import claims, errors, keeping, plan
 from gpuckpt.agent.client import AgentPending, Agents, Hello
 from gpuckpt.claims import FileClaim
 from gpuckpt.driver.api import OLDEST_CUDA, CallError, Devices
@@ -120,7 +120,7 @@ class LocalWorld:
         gpus = self.devices.gpus()
         held = self.devices.processes()
         procs = processes.table()
-        void = self.journal.void()
+        void = self.void()
         for target in targets:
             self._check_target(target, procs, void)
         members, related = self._group(targets, procs, held, tree)
@@ -156,6 +156,12 @@ class LocalWorld:
             for c in hellos[pid].communicators
         )
         return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room, ranks)
+
+    def void(self) -> list[Record]:
+        """The records of earlier boots, each once; image files that they name are removed."""
+        found = self.journal.void()
+        keeping.sweep((), found)
+        return found
 
     def _group(
         self, targets: Sequence[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]], tree: bool
@@ -258,7 +264,12 @@ class LocalWorld:
         member = next((m for r in self.journal.records() if (m := r.member(process))), None)
         if member and member.gpus and all(g.nbytes is not None for g in member.gpus):
             return sum(g.nbytes or 0 for g in member.gpus)
+        if member and member.image and "nbytes" in member.image:
+            return int(member.image["nbytes"])  # it may be on disk, and its mapping empty
         return self.devices.image_bytes(process.pid) if processes.is_same(process) else 0
+
+    def image(self, process: ProcessId) -> Mapping[str, Any]:
+        return self.devices.image(process) if processes.is_same(process) else {}
 
     def describe(self, pid: int) -> str:
         uid = processes.uid_of(pid)
@@ -278,10 +289,11 @@ class LocalWorld:
         timeout_s: float = 0.0,
         gpu_map: Mapping[str, str] | None = None,
         initialise: bool = False,
+        image: Mapping[str, Any] | None = None,
         claims: Sequence[FileClaim] = (),
     ) -> Pending:
         fds = [fd for claim in claims for fd in claim.fds]
-        return self.callers.start(call, process, timeout_s=timeout_s, gpu_map=gpu_map, initialise=initialise, claims=fds)
+        return self.callers.start(call, process, timeout_s=timeout_s, gpu_map=gpu_map, initialise=initialise, image=image, claims=fds)
 
     def ask(self, call: Call, processes_: Sequence[ProcessId], *, operation: str, timeout_s: float) -> dict[ProcessId, AgentPending]:
         return self.agents.start(call, processes_, operation, timeout_s)

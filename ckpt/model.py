@@ -32,7 +32,7 @@ class State(enum.StrEnum):
 
 
 class Call(enum.StrEnum):
-    """What changes a process: an agent's calls, and the driver's four."""
+    """What changes a process: an agent's calls, the driver's four, and those that move its image between memory and disk."""
 
     QUIESCE = "quiesce"
     COMMS = "comms"
@@ -44,6 +44,9 @@ class Call(enum.StrEnum):
     CHECKPOINT = "checkpoint"
     RESTORE = "restore"
     UNLOCK = "unlock"
+    STORE = "store"  # the image of a checkpointed process into a file
+    DROP = "drop"  # its pages given back
+    LOAD = "load"  # and filled again from the file
 
 
 class Status(enum.StrEnum):
@@ -79,6 +82,8 @@ class Outcome:
     state: State | None = None  # of a state query
     message: str = ""
     failed_in: str = ""  # "cuInit" where a restore ended before the driver was asked to restore
+    hint: str = ""
+    image: dict[str, Any] | None = None  # of a store: where it lies now
 
     @property
     def ok(self) -> bool:
@@ -238,9 +243,11 @@ class ProcessReport:
     name: str
     state: str
     gpus: tuple[GpuReport, ...] = ()
-    host_bytes: int = 0
+    host_bytes: int = 0  # of its image, where that is in host memory
     retained_bytes: int = 0  # left on the GPUs although the process is suspended
     note: str = ""
+    disk_bytes: int = 0  # of its image, where that is on disk and not in host memory
+    image: dict[str, Any] | None = None  # while suspended: how it was made, and where it lies
 
 
 @dataclass(frozen=True, slots=True)

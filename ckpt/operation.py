@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from gpuckpt import errors, plan, room
+from gpuckpt import errors, keeping, plan, room
 from gpuckpt.barrier import END
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found, as_member, total_retained, waits_for_others
 from gpuckpt.journal import Record
-from gpuckpt.model import GpuReport, Inventory, ProcessId, ProcessReport, Report, State, Status
+from gpuckpt.model import Call, GpuReport, Inventory, ProcessId, ProcessReport, Report, State, Status
 from gpuckpt.walk import Failure
 from gpuckpt.words import word
 
@@ -30,8 +30,11 @@ class Operation(Group):
 
     # The three commands.
 
-    def suspend(self, targets: Sequence[int], *, tree: bool = True) -> Report:
-        """Checkpoint the group of *targets*. Raises a :class:`GpuckptError` whose ``report`` tells how each process was left."""
+    def suspend(self, targets: Sequence[int], *, tree: bool = True, keep_in: str = keeping.RAM) -> Report:
+        """Checkpoint the group of *targets*, and keep its images in the directory *keep_in*, or in host memory.
+
+        Raises a :class:`GpuckptError` whose ``report`` tells how each process was left.
+        """
         with self.holding(targets):
             inventory = self.inspect(targets, tree)
             self.refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
@@ -41,10 +44,12 @@ class Operation(Group):
             if not already or self.barrier.several:
                 part = self.part_in({p.id for p in inventory.processes})
                 self.refuse(inventory)
+                if not already:
+                    keeping.refuse(self, keep_in, inventory.processes)
                 self.world.journal.prepare()
                 already = self.join(inventory, targets[0], already=already, part=part, nbytes=sum(p.nbytes for p in inventory.processes))
             if already:
-                return self._already(inventory)
+                return self._already(inventory) if keep_in == keeping.RAM else self._keep(targets, tree, keep_in, inventory)
             self._begin(inventory)
             try:
                 self.walk(dict.fromkeys(self.now, State.CHECKPOINTED), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
@@ -57,7 +62,7 @@ class Operation(Group):
             except BaseException as cause:  # noqa: BLE001 - whatever broke, the processes go back first
                 self._undo(GpuckptError(f"{type(cause).__name__}: {cause}"))
             self.save(status=Status.SUSPENDED)
-            return self._finish()
+            return self._kept(keep_in)
 
     def resume(
         self,
@@ -111,6 +116,9 @@ class Operation(Group):
                 self.check_interruption()
                 room.claim(self, gpu_map, until=self.world.now() + wait_s)
             self.check_interruption()
+            if unread := keeping.load(self, [p for p, state in self.now.items() if state is State.CHECKPOINTED]):
+                self.check_interruption()
+                raise self._with_report(unread[0].error)
             self.save(required=True, status=Status.RESUMING)
             self.world.journal.remove(*self.record.replaces)
             if short := room.shortages(self, room.need(self, gpu_map), gpu_map):  # somebody was quicker than our disk
@@ -155,6 +163,32 @@ class Operation(Group):
 
     # On the way.
 
+    def _keep(self, targets: Sequence[int], tree: bool, keep_in: str, inventory: Inventory) -> Report:
+        """Move the images of a group that was suspended before."""
+        record, _ = self.group_to_resume(targets, tree)
+        assert record is not None
+        self.record = record
+        self.look()
+        keeping.refuse(self, keep_in, inventory.processes)
+        self.world.journal.prepare()
+        self.save(required=True)
+        self.world.journal.remove(*record.replaces)
+        return self._kept(keep_in)
+
+    def _kept(self, keep_in: str) -> Report:
+        """The group is suspended, and told so: the end of it is where its images lie."""
+        if error := keeping.store(self, keep_in):
+            raise self._with_report(error)
+        return self._finish()
+
+    def _run(self, phase: plan.Phase, gpu_map: Mapping[str, str]) -> list[Failure]:
+        """As every phase; nothing is restored whose image is not in memory."""
+        failed: list[Failure] = []
+        if phase.call is Call.RESTORE:
+            failed = keeping.load(self, phase.processes)
+            phase = plan.Phase(phase.call, tuple(p for p in phase.processes if p not in {f.process for f in failed}))
+        return failed + super()._run(phase, gpu_map)
+
     def _begin(self, inventory: Inventory) -> None:
         """Write the record that recovery would need, in place of what older ones say."""
         ids = {p.id for p in inventory.processes}
@@ -167,7 +201,11 @@ class Operation(Group):
             before = recorded.get(p.id, as_member(p))
             members.append(
                 dataclasses.replace(
-                    as_member(p), found=belongs.get(p.id, plan.belongs(p.state)), gpus=p.gpus or before.gpus, lost=before.lost
+                    as_member(p),
+                    found=belongs.get(p.id, plan.belongs(p.state)),
+                    gpus=p.gpus or before.gpus,
+                    lost=before.lost,
+                    image=before.image,
                 )
             )
         on = {g.uuid for m in members for g in m.gpus}
@@ -327,6 +365,7 @@ class Operation(Group):
         """Leave the journal telling the truth: who is suspended or lost, or what is unfinished, and nothing of processes that run, but
         that they are *held*: other hosts still need this one's part to go on."""
         assert self.record is not None
+        keeping.tidy(self)
         down = [m for m in self.record.members if m.lost or self.now.get(m.id) in (State.CHECKPOINTED, State.GONE)]
         unfinished = any(self.now.get(p) not in (s, State.GONE) for p, s in goal.items())
         if unfinished and (self.command == "suspend" or len(down) < len(self.record.members)):
@@ -342,17 +381,25 @@ class Operation(Group):
         """Write down how things are against *goal*, attach the report, raise *error*."""
         unfinished_elsewhere = self.command == "resume" and self.barrier.several and self.barrier.committed
         self._write_down(goal, held=isinstance(error, errors.Held) or unfinished_elsewhere)
+        raise self._with_report(error)
+
+    def _with_report(self, error: GpuckptError) -> GpuckptError:
         error.report = self._report(ok=False, error=error)
         self._close(error.code)
-        raise error
+        return error
 
     def _already(self, inventory: Inventory) -> Report:
         self.now = self.now or {p.id: p.state for p in inventory.processes}
+        known = {m.id: m for r in self.world.journal.records() for m in r.members}
+        rows = []
+        for p, row in zip(inventory.processes, as_found(inventory), strict=True):
+            kept = keeping.Kept.of(self, p.id, known.get(p.id), row.host_bytes) if p.state is State.CHECKPOINTED else keeping.NOWHERE
+            rows.append(dataclasses.replace(row, host_bytes=kept.host_bytes, disk_bytes=kept.disk_bytes, image=kept.image))
         report = Report(
             self.command,
             True,
             self.world.simulated,
-            tuple(as_found(inventory)),
+            tuple(rows),
             self.seconds(),
             tuple(self.steps),
             warnings=tuple(self.warnings),
@@ -377,9 +424,11 @@ class Operation(Group):
             gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus}
             for uuid, nbytes in here.items():
                 gpus[uuid] = GpuReport(uuid, gpus[uuid].bytes_before if uuid in gpus else 0, nbytes)
-            image = self.world.image_bytes(m.id) if state is State.CHECKPOINTED else 0
+            down = state is State.CHECKPOINTED
+            image = keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if down else keeping.NOWHERE
             kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if state is State.CHECKPOINTED else 0
-            rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), image, kept, m.lost or m.waiting))
+            where = (image.host_bytes, kept, m.lost or m.waiting, image.disk_bytes, image.image)
+            rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
         return Report(
             self.command,
             ok,

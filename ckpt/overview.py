@@ -23,7 +23,8 @@ class Row:
     user: str
     state: str
     gpus: tuple[GpuBytes, ...] = ()
-    host_bytes: int = 0  # of its image
+    host_bytes: int = 0  # of its image, where that is in memory
+    disk_bytes: int = 0  # and where it is on disk
     since: float | None = None  # seconds since the epoch: when it was suspended
     by: str = ""
     group: str = ""  # id of its journal record
@@ -45,7 +46,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     gpus = world.devices.gpus()
     held = world.devices.processes()
     procs = processes.table()
-    void = world.journal.void()
+    void = world.void()
     records = world.journal.records()
     warnings = [void_words(r) for r in void] + world.journal.unreadable()
     members = {m.id: (r, m) for r in records for m in r.members}
@@ -68,6 +69,8 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
         word, note = _word(state, proc.stopped, proc.id in busy, record, member, pid in contexts)
         if record is not None and record.membership is not None:
             note = "; ".join(n for n in (note, _with_others(record.membership)) if n)
+        nbytes = world.image_bytes(proc.id) if word == "suspended" else 0
+        on_disk = nbytes if word == "suspended" and world.image(proc.id).get("dropped") else 0
         rows.append(
             Row(
                 pid,
@@ -75,7 +78,8 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
                 processes.user_name(processes.uid_of(pid)),
                 word,
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
-                world.image_bytes(proc.id) if word == "suspended" else 0,
+                nbytes - on_disk,
+                on_disk,
                 record.since if record and word == "suspended" else None,
                 record.by if record else "",
                 record.id if record else "",

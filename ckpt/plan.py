@@ -50,6 +50,8 @@ RESULT = {
 }
 #: Where an agent may hold a process that the driver calls running; nobody means to leave it there.
 AGENT_STAGES = frozenset({State.QUIESCED, State.COMMS_SUSPENDED, State.DISARMED})
+#: Calls that move an image between host memory and disk; no step of the walk, which ends where the driver's calls end.
+IMAGE_CALLS = frozenset({Call.STORE, Call.DROP, Call.LOAD})
 #: Calls that an agent makes, on the program's own thread; the others are the driver's.
 AGENT_CALLS = frozenset({Call.QUIESCE, Call.COMMS, Call.DISARM, Call.ARM, Call.COMMS_RESUME, Call.UNQUIESCE})
 
@@ -230,6 +232,11 @@ def full_gpu_map(wanted: Mapping[str, str], gpus: Iterable[Gpu]) -> dict[str, st
             full[old] = old if old in free else free[0]
             free.remove(full[old])
     return full
+
+
+def image_call_s(nbytes: int) -> float:
+    """How long moving images of so many bytes to or from disk may take beyond the deadline: 10 s a GiB, for a disk of 100 MiB a second."""
+    return 30.0 + 10.0 * nbytes / GIB
 
 
 def default_timeout_s(nbytes: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gpuckpt import plan, room
+from gpuckpt import keeping, plan, room
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found
 from gpuckpt.model import GpuReport, ProcessReport, Report, State
@@ -14,13 +14,14 @@ from gpuckpt.words import word
 class Preview(Group):
     """Has the same commands as :class:`gpuckpt.operation.Operation`, and only looks."""
 
-    def suspend(self, targets: Sequence[int], *, tree: bool = True) -> Report:
+    def suspend(self, targets: Sequence[int], *, tree: bool = True, keep_in: str = keeping.RAM) -> Report:
         """What a suspend would do; ``details["plan"]`` has it. Touches nothing."""
         inventory = self.inspect(targets, tree)
         self.set_deadline(sum(p.nbytes for p in inventory.processes))
         now = {p.id: p.state for p in inventory.processes}
         try:
             self.refuse(inventory)
+            keeping.refuse(self, keep_in, inventory.processes)
             refused = None
         except GpuckptError as e:
             refused = e.as_dict()

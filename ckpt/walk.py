@@ -241,7 +241,7 @@ class Walk:
             return self._agent_error(call, process, outcome)
         if outcome.result.startswith("gpuckpt:"):
             cls = errors.by_code().get(outcome.result[8:], GpuckptError)
-            return cls(outcome.message or outcome.result, hint="gpuckpt doctor", **where)
+            return cls(outcome.message or outcome.result, hint=outcome.hint or "gpuckpt doctor", **where)
         if state is State.GONE:
             return errors.Aborted(f"{who} ended during {call}", **where)
         if call is Call.RESTORE and state is State.CHECKPOINTED and gpu_map and outcome.result == "INVALID_VALUE":

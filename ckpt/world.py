@@ -74,6 +74,10 @@ class World(Protocol):
 
     def image_bytes(self, process: ProcessId) -> int: ...
 
+    def image(self, process: ProcessId) -> Mapping[str, Any]:
+        """Of a checkpointed process: how its image was made ("path" and more), and whether memory of it was given back ("dropped")."""
+        ...
+
     def describe(self, pid: int) -> str:
         """ "pid 4242 (python train.py, alice)": how to name a process to a person."""
         ...
@@ -90,6 +94,7 @@ class World(Protocol):
         timeout_s: float = 0.0,
         gpu_map: Mapping[str, str] | None = None,
         initialise: bool = False,
+        image: Mapping[str, Any] | None = None,
         claims: Sequence[Any] = (),
     ) -> Pending: ...
 

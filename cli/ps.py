@@ -71,6 +71,7 @@ def row_dict(row: Row) -> dict[str, Any]:
         "state": row.state,
         "gpus": [{"uuid": g.uuid, "bytes": g.nbytes} for g in row.gpus],
         "host_bytes": row.host_bytes,
+        "disk_bytes": row.disk_bytes,
         "suspended_since": row.since,
         "by": row.by,
         "group": row.group,
@@ -116,7 +117,15 @@ def picture(seen: Overview, *, simulated: bool) -> Group:
         )
     index = {g.uuid: g.index for g in seen.gpus}
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, right in (("PID", True), ("NAME", False), ("USER", False), ("STATE", False), ("GPU MEMORY", False), ("HOST", True)):
+    for name, right in (
+        ("PID", True),
+        ("NAME", False),
+        ("USER", False),
+        ("STATE", False),
+        ("GPU MEMORY", False),
+        ("HOST", True),
+        ("DISK", True),
+    ):
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "NAME", overflow="ellipsis")
     for name in ("SINCE", "BY", ""):
         table.add_column(name, overflow="fold")
@@ -124,7 +133,8 @@ def picture(seen: Overview, *, simulated: bool) -> Group:
         on = ", ".join(f"{index.get(g.uuid, '?')}: {size(g.nbytes)}" for g in r.gpus) or "-"
         since = f"{duration(max(0.0, time.time() - r.since))} ago" if r.since else ""
         state = Text(r.state, COLOURS.get(r.state, ""))
-        table.add_row(str(r.pid), r.name, r.user, state, on, size(r.host_bytes) if r.host_bytes else "-", since, r.by, Text(r.note, "dim"))
+        kept = [size(n) if n else "-" for n in (r.host_bytes, r.disk_bytes)]
+        table.add_row(str(r.pid), r.name, r.user, state, on, *kept, since, r.by, Text(r.note, "dim"))
     nothing = Text("no process holds GPU memory, and none is suspended", "dim")
     return Group(gpus, "", table if seen.rows else nothing)
 

@@ -22,7 +22,7 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
       gpuckpt recover
       gpuckpt recover --json
     """
-    from gpuckpt import errors
+    from gpuckpt import errors, keeping
     from gpuckpt.journal import void_words
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
@@ -30,7 +30,8 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
 
     try:
         with LocalWorld() as world, world.interruptible():
-            void = [void_words(r) for r in world.journal.void()]
+            gone = world.void()
+            void = [*map(void_words, gone), *keeping.sweep(world.journal.records())]
             unreadable = [*world.journal.unreadable(), *places.orphans()]
             reports = recover_all(world, timeout_s=timeout_s)
     except errors.GpuckptError as e:

@@ -23,6 +23,13 @@ from gpuckpt.words import size
     help=f"Take on a hazard that may lose the process: {', '.join(ACCEPTABLE_HAZARDS)}. Repeatable.",
 )
 @rendezvous_options
+@click.option(
+    "--keep-in",
+    default="ram",
+    show_default=True,
+    metavar="DIR",
+    help="Keep what was on the GPUs in a file in DIR, and give the host memory back. Takes programs started by `gpuckpt exec`.",
+)
 @timeout_option
 @json_option
 def suspend(
@@ -34,6 +41,7 @@ def suspend(
     nodes: int | None,
     node_rank: int | None,
     rendezvous_key: str | None,
+    keep_in: str,
     timeout_s: float | None,
     as_json: bool,
 ) -> None:
@@ -48,6 +56,7 @@ def suspend(
       gpuckpt suspend --dry-run 4242
       gpuckpt suspend 4242 --timeout 30s --json
       gpuckpt suspend 4242 --rendezvous c10d://host0:29400/job --nodes 2 --rendezvous-key job.key    on each of two hosts
+      gpuckpt suspend 4242 --keep-in /var/lib/images
     """
 
     def body() -> Report:
@@ -69,7 +78,7 @@ def suspend(
             kind = Preview if dry_run else Operation
             accept = frozenset(accept_loss)
             operation = kind(world, "suspend", timeout_s=timeout_s, accept=accept, tell=bar.tell, watch=bar.watch, barrier=barrier)
-            return operation.suspend(pids(targets), tree=not no_tree)
+            return operation.suspend(pids(targets), tree=not no_tree, keep_in=keep_in)
 
     execute("suspend", as_json, body, show_plan if dry_run else show)
 
@@ -86,8 +95,17 @@ def show(report: Report) -> None:
         moved = ", ".join(f"{size(g.bytes_before)} → {size(g.bytes_after)} on {g.uuid}" for g in p.gpus)
         click.echo(f"suspended: pid {p.pid} ({p.name})  {moved}")
     if not report.already:
-        held = sum(p.host_bytes for p in report.processes)
-        click.echo(f"{report.seconds:.1f} s, {size(held)} in host memory. Back with: gpuckpt resume {report.processes[0].pid}")
+        held, on_disk = (sum(getattr(p, name) for p in report.processes) for name in ("host_bytes", "disk_bytes"))
+        where = ", ".join(f"{size(n)} {what}" for n, what in ((held, "in host memory"), (on_disk, "on disk")) if n) or "nothing held"
+        click.echo(f"{report.seconds:.1f} s, {where}{_path(report)}. Back with: gpuckpt resume {report.processes[0].pid}")
+
+
+def _path(report: Report) -> str:
+    """How the images were made: with the preload library it takes less time."""
+    without = [str(p.pid) for p in report.processes if p.image and p.image["path"] != "preload"]
+    if report.simulated or not without:
+        return ""
+    return f"; without the preload library in pid {', '.join(without)} (gpuckpt exec, docs/driver-path.md)"
 
 
 def show_plan(report: Report) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
+from gpuckpt.image import preload
 from gpuckpt.model import GIB, Call, State
+from tests import image_machine
 from tests.nccl_programs import compile_fakes, program
 
 COMMAND = str(Path(sys.executable).parent / "gpuckpt")
@@ -327,3 +329,25 @@ def nccl_fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nccl_run(nccl_fakes: Path, tmp_path: Path) -> Callable[..., Any]:
     """Runs a program with the fake copies of libnccl; keywords are its environment."""
     return lambda code, **environ: program(nccl_fakes, tmp_path / "nccl.log", code, environ)
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The program under test with the preload library, its libcuda, and other preload libraries."""
+    return image_machine.build(tmp_path_factory.mktemp("image") / "built")
+
+
+@pytest.fixture
+def start_program(image_folder: Path) -> Iterator[image_machine.Start]:
+    """Starts that program with the library; keywords are its environment."""
+    started = []
+
+    def begin(prefix: tuple[str, ...] = (), **environ: str) -> image_machine.Program:
+        with_ours = preload.environment({**os.environ, **environ})
+        started.append(image_machine.Program(image_folder, with_ours, prefix))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.process.kill()
+        one.process.communicate()

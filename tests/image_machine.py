@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from gpuckpt.model import ProcessId
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
+SIZE = 256 * MIB
 COMPILE = ["gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"]
 SHARED = [*COMPILE, "-shared", "-fPIC"]
 
@@ -35,6 +39,16 @@ class Mapped:
     @property
     def altered(self) -> bool:
         return bool({"hg", "dd"} & self.flags)
+
+
+def is_image(found: Mapped, nbytes: int = SIZE) -> bool:
+    """Altered as meant, and populated as the program asked."""
+    return {"hg", "dd"} <= found.flags and found.rss >= nbytes and found.error == 0
+
+
+def is_plain(found: Mapped, nbytes: int = SIZE) -> bool:
+    """As the kernel makes it of MAP_POPULATE by itself."""
+    return not found.altered and found.rss >= nbytes and found.error == 0
 
 
 class Program:
@@ -68,7 +82,7 @@ class Program:
             pytest.fail(f"the program died of {words!r}: {self.process.wait()}")
         return answer.split()
 
-    def map(self, who: str = "image", nbytes: int = 256 * MIB, *more: str | int) -> Mapped:
+    def map(self, who: str = "image", nbytes: int = SIZE, *more: str | int) -> Mapped:
         address, error, mallocs = self.ask(" ".join(map(str, ("map", who, nbytes, *more))))
         return self.look(int(address, 16), int(error), nbytes, int(mallocs))
 
@@ -102,6 +116,15 @@ class Program:
     def threads(self) -> int:
         return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
+    def stop(self) -> None:
+        """SIGSTOP; returns when every thread has stopped."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        stats = list(Path(f"/proc/{self.process.pid}/task").glob("*/stat"))
+        until = time.monotonic() + 20
+        while not all(s.read_text().rpartition(")")[2].split()[0] == "T" for s in stats):
+            assert time.monotonic() < until, "it does not stop"
+            time.sleep(0.001)
+
     def end(self) -> str:
         """What it wrote to stderr."""
         _, err = self.process.communicate(timeout=60)
@@ -126,3 +149,6 @@ def build(folder: Path) -> Path:
     for command in commands:
         subprocess.run(command, check=True)
     return folder
+
+
+Start = Callable[..., Program]

@@ -4,8 +4,10 @@
  *                                                   caller (restore thread, from here), both (main thread, from here)
  *   zero ADDRESS NBYTES      is all of it zero? Then fills it
  *   unmap ADDRESS NBYTES
+ *   lock ADDRESS NBYTES      with mlock2(MLOCK_ONFAULT), which needs no right
+ *   child                    the pid of a child that waits; exec: becomes /bin/true
  *   rlimit NAME NBYTES       NAME: as, nproc
- *   deny CALL ERROR [ADVICE] seccomp: madvise or clone fails with ERROR; with ADVICE only that one
+ *   deny CALL ERROR [ADVICE] seccomp: madvise, clone or close_range fails with ERROR; with ADVICE only that one
  *   fork | vfork | threads | signals
  */
 #define _GNU_SOURCE
@@ -66,7 +68,7 @@ static void map(const char *who, Mapping *m)
 
 static int deny(const char *call, int error, long advice)
 {
-    unsigned number = !strcmp(call, "madvise") ? SYS_madvise : SYS_clone;
+    unsigned number = !strcmp(call, "madvise") ? SYS_madvise : !strcmp(call, "clone") ? SYS_clone : SYS_close_range;
     struct sock_filter all[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
         BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 3),
@@ -152,6 +154,15 @@ int main(void)
             printf("%lu\n", other);
         } else if (sscanf(line, "unmap %lx %lu", &a, &b) == 2) {
             printf("%d\n", munmap((void *)a, b));
+        } else if (sscanf(line, "lock %lx %lu", &a, &b) == 2) {
+            printf("%d\n", mlock2((void *)a, b, MLOCK_ONFAULT));
+        } else if (!strncmp(line, "child", 5)) {
+            pid_t child = fork();
+            if (child == 0)
+                pause();
+            printf("%d\n", (int)child);
+        } else if (!strncmp(line, "exec", 4)) {
+            execl("/bin/true", "true", NULL);
         } else if (sscanf(line, "rlimit %31s %lu", who, &a) == 2) {
             struct rlimit limit = {a, a};
             printf("%d\n", setrlimit(!strcmp(who, "as") ? RLIMIT_AS : RLIMIT_NPROC, &limit));

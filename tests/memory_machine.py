@@ -16,6 +16,7 @@ from gpuckpt.driver.api import CallError
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu
 from gpuckpt.journal import Record, counting
 from gpuckpt.model import GIB, Call, Outcome, ProcessId, State
+from gpuckpt.plan import IMAGE_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -86,6 +87,7 @@ class DriverCall:
     left_s: float = 0.0
     result: str = ""  # "NOT_READY": a lock that will not be granted
     turn: int = 0  # an end scheduled before the target was stopped is void
+    image: Mapping[str, Any] = field(default_factory=dict)
 
     def keep(self) -> None:
         if self.granted:
@@ -94,6 +96,8 @@ class DriverCall:
 
     def release(self) -> None:
         self.wanted = False
+        if self.call in (Call.STORE, Call.LOAD) and self.outcome is None:
+            self.kill_caller()  # it gives up by itself
         if self.granted:
             self.granted = False
             self.machine.enqueue(DriverCall(self.machine, Call.UNLOCK, self.process, None, claims=self.claims, caller_pid=self.caller_pid))
@@ -106,20 +110,23 @@ class DriverCall:
             self.outcome = Outcome("VANISHED")
         self.granted = False
         self._caller_ends()
-        if not self.begun:
-            self.machine.drop(self)  # a stopped target never received it
+        if not self.begun or self.call in (Call.STORE, Call.LOAD):
+            self.machine.drop(self)  # a stopped target never received it; what is read and written its caller reads and writes
 
     def end(self, result: str) -> None:
         """The driver answers."""
         if not self.caller_alive:
             return
-        self.outcome = Outcome(result)
+        self.outcome = Outcome(result, image=self.stored() if self.call is Call.STORE else None)
         if self.call is Call.LOCK and result == "SUCCESS" and self.controller is not None:
             self.granted = True
             if not self.wanted:
                 self.release()
         else:
             self._caller_ends()
+
+    def stored(self) -> dict[str, Any]:
+        return {**self.image, "path": f"/images/{self.process}", "held": True, "nbytes": GIB, "inode": [1, self.process.pid]}
 
     def _caller_ends(self) -> None:
         self.caller_alive = False
@@ -140,6 +147,8 @@ class Machine:
     busy_until: dict[int, float] = field(default_factory=dict)
     may_be_lost: set[int] = field(default_factory=set)  # by a failure that the schedule put there
     wrongs: list[str] = field(default_factory=list)  # what must never happen, and did
+    files: dict[int, str] = field(default_factory=dict)  # pid -> the operation that wrote its image, whole, to disk
+    dropped: set[int] = field(default_factory=set)  # whose image is not in memory
     journal_full: bool = False
     takers: int = 0
     idle: set[object] = field(default_factory=set)  # controllers that wait for room just now
@@ -206,7 +215,7 @@ class Machine:
 
     def _begin(self, call: DriverCall) -> None:
         pid = call.process.pid
-        call.left_s = SLOW_S if call.call in (Call.CHECKPOINT, Call.RESTORE) else QUICK_S
+        call.left_s = SLOW_S if call.call in (Call.CHECKPOINT, Call.RESTORE, Call.STORE, Call.LOAD) else QUICK_S
         if call.fault.seconds is not None:
             call.left_s = call.fault.seconds
         if call.call is Call.LOCK and pid in self.rules.processes and self.rules.processes[pid].state is State.RUNNING:
@@ -238,17 +247,39 @@ class Machine:
         pid, rules = call.process.pid, self.rules
         failure = call.result or call.fault.result
         if failure and not call.fault.acted:
-            process = rules.check(call.call, pid)
-            if call.call is Call.RESTORE:
+            process = rules.check(Call.RESTORE if call.call in IMAGE_CALLS else call.call, pid)
+            if call.call is Call.RESTORE and pid not in self.dropped:
                 process.lost = True
                 self.may_be_lost.add(pid)
             raise CallError(call.call, failure)
-        if call.call is Call.RESTORE:
+        if call.call in IMAGE_CALLS:
+            self._move(call)
+        elif call.call is Call.RESTORE:
+            if pid in self.dropped:
+                self.wrongs.append(f"restore of {pid} while its image is on disk")
+                raise CallError(call.call, "UNKNOWN")
             rules.restore(pid, call.gpu_map, initialise=call.initialise)
+            self.files.pop(pid, None)
         else:
             {Call.LOCK: rules.lock, Call.CHECKPOINT: rules.checkpoint, Call.UNLOCK: rules.unlock}[call.call](pid)
         if failure:
             raise CallError(call.call, failure)
+
+    def _move(self, call: DriverCall) -> None:
+        """Its image between memory and disk."""
+        pid, operation = call.process.pid, call.image.get("operation", "")
+        self.rules.check(Call.RESTORE, pid)
+        if call.call is Call.STORE:
+            if pid in self.dropped:
+                self.wrongs.append(f"the image of {pid} is written from memory that it is not in")
+            self.files[pid] = operation
+        elif self.files.get(pid) != operation:
+            if call.call is Call.DROP or pid in self.dropped:
+                self.wrongs.append(f"{call.call} of {pid} with a file that is not its image's")
+        elif call.call is Call.DROP:
+            self.dropped.add(pid)
+        else:
+            self.dropped.discard(pid)
 
     # What happens outside.
 
@@ -266,6 +297,8 @@ class Machine:
                 self._go_on(call)
 
     def die(self, pid: int) -> None:
+        self.dropped.discard(pid)
+        self.files.pop(pid, None)
         self.rules.forget(pid)
         self.stopped.discard(pid)
         for call in list(self.queues.pop(pid, [])):

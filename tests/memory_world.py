@@ -161,6 +161,9 @@ class MemoryWorld:
         found = self.machine.rules.processes.get(process.pid)
         return found.image_bytes if found else 0
 
+    def image(self, process: ProcessId) -> dict[str, Any]:
+        return {"dropped": process.pid in self.machine.dropped}
+
     def age_s(self, pid: int) -> float | None:
         return None
 
@@ -177,6 +180,7 @@ class MemoryWorld:
         timeout_s: float = 0.0,
         gpu_map: Mapping[str, str] | None = None,
         initialise: bool = False,
+        image: Mapping[str, Any] | None = None,
         claims: Sequence[Claim] = (),
     ) -> DriverCall:
         self.point(f"start {call}")
@@ -187,6 +191,7 @@ class MemoryWorld:
         pending = DriverCall(
             self.machine, call, process, self, fault, timeout_s, gpu_map or {}, initialise, tuple(claims), 200_000 + next(_serial)
         )
+        pending.image = image or {}
         if call is Call.RESTORE:
             self.machine.note_restore(pending)
         elif call in (Call.LOCK, Call.CHECKPOINT):

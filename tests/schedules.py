@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from unittest import mock
 
 from hypothesis import strategies as st
 
+from gpuckpt import keeping
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError, exit_code
 from gpuckpt.model import GIB, Report, State
@@ -61,6 +63,7 @@ class Step:
     faults: tuple[Fault, ...] = ()
     timeout_s: float | None = None
     wait_s: float = 0.0
+    keep: bool = False  # a suspend keeps its images on disk
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,8 @@ class Player:
                 failed = [r for r in reports if not r.ok]
                 return (1 if failed else 0), reports, None
             if step.command == "suspend":
-                return 0, [operation.suspend(targets)], None
+                with mock.patch.object(keeping, "refuse"):  # of directories and libraries nothing is known here
+                    return 0, [operation.suspend(targets, keep_in="/images" if step.keep else keeping.RAM)], None
             return 0, [operation.resume(targets, wait_s=step.wait_s)], None
         except Crash:
             return None, [], None
@@ -268,6 +272,7 @@ def steps(commands: str, longest: int) -> st.SearchStrategy[tuple[Step, ...]]:
         faults(),
         st.sampled_from([None, None, 0.5, 10.0]),
         st.sampled_from([0.0, 0.0, 5.0]),
+        st.booleans(),
     )
     return st.lists(one, min_size=1, max_size=longest).map(tuple)
 

@@ -10,19 +10,13 @@ from gpuckpt.image import preload
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, ProcessId
 from tests.conftest import Machine, Target, eventually
-from tests.image_machine import build
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("image") / "built")
 
 
 @pytest.fixture
-def target(machine: Machine, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
+def target(machine: Machine, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     """A program that has the library, and something by the name of libcuda."""
     with monkeypatch.context() as m:
-        m.setenv("LD_PRELOAD", preload.environment({"LD_PRELOAD": str(folder / "libcuda.so.1")})["LD_PRELOAD"])
+        m.setenv("LD_PRELOAD", preload.environment({"LD_PRELOAD": str(image_folder / "libcuda.so.1")})["LD_PRELOAD"])
         return machine.target("--gib", "2")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuckpt.doctor import memory
 from gpuckpt.image import preload
 from tests.conftest import COMMAND
 from tests.machines import Machine
@@ -100,6 +101,12 @@ def test_the_doctor_tells_which_cuda_processes_have_it(machine: Machine) -> None
     line = machine.line("preload library")
     assert (line.status, line.fix) == ("ok", "")
     assert "loaded in 11 (trainer), not in 1 other;" in line.message
+
+
+def test_the_doctor_tells_of_a_kernel_that_is_too_old(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "populates", lambda: False)
+    line = machine.line("preload library")
+    assert (line.status, "on disk" in line.message, line.fix) == ("warning", True, "Linux 5.14 or newer")
 
 
 def test_the_doctor_tells_that_it_is_missing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,7 @@ def check(schedule: Schedule) -> None:
     check_restorable(player)
     assert not machine.wrongs, machine.wrongs
     assert not machine.claims
+    assert machine.dropped <= set(machine.files), "an image is neither in memory nor on disk"
 
 
 def tell(named: dict[int, str], played: Played) -> None:
@@ -237,7 +238,7 @@ def test_way_back_waits_for_room_after_one_interruption() -> None:
 def test_killed_at_every_point(what: str, after_s: float, found: tuple[State, State]) -> None:
     """kill -9 between any two steps of a suspend, of the resume that follows, and of a suspend that takes over from an earlier one."""
     processes = (Proc(found=found[0]), Proc(gpus=(0, 1), found=found[1]))
-    suspend, again = Step("suspend"), Step("suspend", events=(Event(0, "born"),))
+    suspend, again = Step("suspend", keep=True), Step("suspend", events=(Event(0, "born"),), keep=True)
     killed = 0
     for steps in ((suspend,), (suspend, Step("resume")), (suspend, again)):
         player = Player.of(Schedule(processes, ()))

@@ -24,7 +24,7 @@ from gpuckpt.driver.api import CallError, Devices, Driver, DriverVersion
 from gpuckpt.driver.simulated import Rules, SimulatedDevices, SimulatedDriver, SimulatedGpu, SimulatedWorldDir, StateLostError
 from gpuckpt.errors import NoDriver
 from gpuckpt.model import GIB, Call, State
-from gpuckpt.plan import AGENT_CALLS
+from gpuckpt.plan import AGENT_CALLS, IMAGE_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -251,7 +251,7 @@ class AnySchedule(RuleBasedStateMachine):
         for call in (Call.LOCK, Call.CHECKPOINT) if down else (Call.RESTORE, Call.UNLOCK):
             self.call(pid, call, swap)
 
-    @rule(pid=pids, call=st.sampled_from(sorted(set(Call) - AGENT_CALLS)), swap=st.booleans())
+    @rule(pid=pids, call=st.sampled_from(sorted(set(Call) - AGENT_CALLS - IMAGE_CALLS)), swap=st.booleans())
     def any_call(self, pid: int, call: Call, swap: bool) -> None:
         self.call(pid, call, swap)
 

@@ -139,7 +139,7 @@ class Absent:
     def _fail(self, *_: object) -> NoReturn:
         raise self._error
 
-    version = gpus = processes = loaded = contexts = image_bytes = gpu_lock_path = _fail
+    version = gpus = processes = loaded = contexts = image_bytes = image = gpu_lock_path = _fail
 
 
 def gib(nbytes: float) -> str:

@@ -192,8 +192,21 @@ def preload_library(subject: Subject) -> Iterator[Check]:
             else "install a C compiler (gcc), then pip install --force-reinstall --no-deps --no-cache-dir gpuckpt from its source"
         )
         yield Check(name, "warning", f"none: {why}. Suspends take the driver's own path; {told}", fix)
+    elif not populates():
+        missing = "this kernel lacks MADV_POPULATE_WRITE: the library can do nothing here, and no image can be kept on disk"
+        yield Check(name, "warning", f"{missing}; {told}", "Linux 5.14 or newer")
     else:
         yield Check(name, "ok", f"{told}; programs get it by `gpuckpt exec -- COMMAND`")
+
+
+def populates() -> bool:
+    """Whether the kernel can populate memory and say so if it cannot."""
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        try:
+            memory.madvise(MADV_POPULATE_WRITE)
+        except OSError:
+            return False
+    return True
 
 
 def measure_fault_rates(nbytes: int = MEASURED_BYTES) -> FaultRates:

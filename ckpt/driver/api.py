@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from gpuckpt.model import Gpu, State
+from gpuckpt.model import Gpu, ProcessId, State
+
+if TYPE_CHECKING:
+    from gpuckpt.image.memory import Memory
 
 OLDEST_CUDA = (12, 8)  # driver 570, the first with cuCheckpointProcess*
 
@@ -68,6 +72,14 @@ class Driver(Protocol):
 
     def unlock(self, pid: int) -> None: ...
 
+    def image(self, process: ProcessId) -> AbstractContextManager[Memory]:
+        """The image of a checkpointed process in its host memory. Raises ``gpuckpt.image.memory.Unavailable`` where it cannot be had."""
+        ...
+
+    def image_dropped(self, process: ProcessId) -> bool:
+        """Whether memory of it was given back and has not all returned: a restore would lose the process."""
+        ...
+
 
 class Devices(Protocol):
     """GPUs and who is on them. Raises ``gpuckpt.errors.NoDriver`` where there is no driver."""
@@ -94,6 +106,10 @@ class Devices(Protocol):
 
     def image_bytes(self, pid: int) -> int:
         """Size of the checkpoint image in *pid*'s host memory, estimated from its mappings; 0 if it has none."""
+        ...
+
+    def image(self, process: ProcessId) -> Mapping[str, Any]:
+        """Of a checkpointed process: how its image was made, and whether memory of it was given back (``preload.described``)."""
         ...
 
     def gpu_lock_path(self, gpu: Gpu) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -25,6 +26,7 @@ from typing import Any
 
 from gpuckpt.driver.api import CallError, Driver
 from gpuckpt.model import Call, Outcome, ProcessId, State
+from gpuckpt.plan import IMAGE_CALLS
 
 _MESSAGE_BYTES = 1 << 16
 #: How long a caller may take to come to life, in seconds. It takes 5 ms; a helper that was stopped takes for ever.
@@ -100,6 +102,7 @@ class Callers:
         timeout_s: float = 0.0,
         gpu_map: Mapping[str, str] | None = None,
         initialise: bool = False,
+        image: Mapping[str, Any] | None = None,
         claims: Sequence[int] = (),
     ) -> Pending:
         """Begin *call* (None: ask for the state) on *process* in a caller of its own, which holds the *claims* (fds) until it ends."""
@@ -111,6 +114,7 @@ class Callers:
                 "timeout_s": timeout_s,
                 "gpu_map": dict(gpu_map or {}),
                 "initialise": initialise,
+                "image": dict(image or {}),
             }
         ).encode()
         for _ in range(2):
@@ -182,7 +186,8 @@ def _receive(pending: Pending) -> None:
     if data:
         answer = json.loads(data)
         state = State(answer["state"]) if answer.get("state") else None
-        pending.outcome = Outcome(answer["result"], answer["seconds"], state, answer.get("message", ""), answer.get("failed_in", ""))
+        message, failed_in, hint = (answer.get(key, "") for key in ("message", "failed_in", "hint"))
+        pending.outcome = Outcome(answer["result"], answer["seconds"], state, message, failed_in, hint, answer.get("image"))
     else:
         pending.outcome = Outcome("VANISHED")
     if not (pending.call is Call.LOCK and pending.outcome.ok):
@@ -243,6 +248,7 @@ def serve(control: socket.socket, name: str) -> None:
 
 def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None, problem: Any) -> None:
     """One call, in a process of its own."""
+    from gpuckpt.errors import GpuckptError
     from gpuckpt.inspect.processes import is_same
 
     call = Call(request["call"]) if request["call"] else None
@@ -263,11 +269,15 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
             elif call is Call.CHECKPOINT:
                 _checkpoint(backend, process)
             elif call is Call.RESTORE:
-                backend.restore(process.pid, request["gpu_map"], initialise=request["initialise"])
+                _restore(backend, process, request)
+            elif call in IMAGE_CALLS:
+                answer["image"] = _move(call, backend, process, request["image"], reply)
             else:
                 backend.unlock(process.pid)
         except CallError as e:
             answer = {"result": e.result, "failed_in": e.call}
+        except GpuckptError as e:
+            answer = {"result": f"gpuckpt:{e.code}", "message": e.message, "hint": e.hint}
         except Exception as e:  # noqa: BLE001 - whatever it is, the controller must hear of it
             answer = {"result": f"gpuckpt:{getattr(e, 'code', 'failed')}", "message": f"{type(e).__name__}: {e}"}
     answer["seconds"] = time.monotonic() - begun
@@ -283,13 +293,66 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
 
 def _checkpoint(backend: Driver, process: ProcessId) -> None:
     """Checkpoint; announced to the preload library meanwhile, if *process* has it. Nothing about that may keep the checkpoint."""
-    from gpuckpt.image import preload
+    from gpuckpt.image import keeper, preload
 
     with contextlib.ExitStack() as announced:
         if preload.loaded(process.pid):
             with contextlib.suppress(Exception):
+                if keeper.dropped(process) and backend.state(process.pid) is State.LOCKED:
+                    keeper.void(process)
                 announced.enter_context(preload.announced(process, backend.restore_thread(process.pid)))
-        backend.checkpoint(process.pid)
+        try:
+            backend.checkpoint(process.pid)
+        except CallError:
+            with contextlib.suppress(Exception):
+                preload.forget(process)  # what was mapped for it is gone
+            raise
+
+
+def _restore(backend: Driver, process: ProcessId, request: dict[str, Any]) -> None:
+    """Restore, unless the image is not whole in memory: whoever asks, and whatever their journal says."""
+    from gpuckpt import errors
+    from gpuckpt.image import preload
+
+    if backend.image_dropped(process):
+        raise errors.ImageUnreadable(
+            f"the image of pid {process} is on disk, and this journal does not say where; nothing was restored, it stays suspended",
+            hint="resume it as the user and with the GPUCKPT_STATE_DIR that it was suspended with",
+            pid=process.pid,
+        )
+    backend.restore(process.pid, request["gpu_map"], initialise=request["initialise"])
+    if preload.loaded(process.pid):
+        with contextlib.suppress(Exception):
+            preload.forget(process)
+
+
+class _Abandoned(Exception):
+    """Nobody waits for this call any more."""
+
+
+def _move(call: Call, backend: Driver, process: ProcessId, spec: dict[str, Any], reply: socket.socket) -> dict[str, Any]:
+    """Move the image of a checkpointed process between memory and disk. Given up once the controller has let go of us, or died."""
+    from gpuckpt import errors
+    from gpuckpt.image import store
+    from gpuckpt.image.memory import Unavailable
+
+    poll = select.poll()
+    poll.register(reply, select.POLLRDHUP | select.POLLHUP)
+
+    def check() -> None:
+        if poll.poll(0):
+            raise _Abandoned
+
+    if backend.state(process.pid) is not State.CHECKPOINTED:
+        raise errors.ImageNotStored(f"pid {process} is not suspended any more", hint="gpuckpt status", pid=process.pid)
+    try:
+        with backend.image(process) as memory:
+            return store.serve(call, memory, process, spec, check)
+    except Unavailable as error:
+        cls = errors.ImageUnreadable if call is Call.LOAD else errors.ImageNotStored
+        raise cls(
+            f"pid {process} stays suspended as it is: {error}", hint="start it by `gpuckpt exec -- COMMAND`", pid=process.pid
+        ) from error
 
 
 def _send(reply: socket.socket, answer: dict[str, Any]) -> bool:

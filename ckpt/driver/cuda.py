@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
 from gpuckpt.driver.api import OLDEST_CUDA, CallError, Driver
-from gpuckpt.model import Call, State
+from gpuckpt.model import Call, ProcessId, State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from gpuckpt.image.memory import Memory
 
 _LONGEST_TIMEOUT_MS = (1 << 32) - 1  # timeoutMs is an unsigned int
 
@@ -99,6 +102,16 @@ class CudaDriver(Driver):
 
     def unlock(self, pid: int) -> None:
         self._call(Call.UNLOCK, "cuCheckpointProcessUnlock", pid, None)
+
+    def image(self, process: ProcessId) -> AbstractContextManager[Memory]:
+        from gpuckpt.image import memory
+
+        return memory.of(process)
+
+    def image_dropped(self, process: ProcessId) -> bool:
+        from gpuckpt.image import keeper
+
+        return keeper.dropped(process)
 
     def _restore_args(self, gpu_map: Mapping[str, str]) -> Any:
         uuids = [(_uuid_bytes(old), _uuid_bytes(new)) for old, new in gpu_map.items()]

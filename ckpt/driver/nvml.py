@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from gpuckpt import errors
 from gpuckpt.driver import mappings
 from gpuckpt.driver.api import Devices, DriverVersion
-from gpuckpt.model import Gpu
+from gpuckpt.model import Gpu, ProcessId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 _COMPUTE_MODES = {0: "default", 1: "exclusive-process", 2: "prohibited", 3: "exclusive-process"}  # 1 was one thread, no longer in use
 _LIST_ATTEMPTS = 4  # processes may be born between asking how many there are and asking which
@@ -90,6 +90,11 @@ class NvmlDevices(Devices):
     def image_bytes(self, pid: int) -> int:
         """As in :class:`Devices`, and never too small; :func:`mappings.image_bytes` says how it may be too large."""
         return mappings.image_bytes(pid)
+
+    def image(self, process: ProcessId) -> Mapping[str, Any]:
+        from gpuckpt.image import preload
+
+        return preload.described(process)
 
     def gpu_lock_path(self, gpu: Gpu) -> str:
         """The GPU's device node. Raises ``GpuLost`` or ``GpuUnknown`` where there is none to know of."""

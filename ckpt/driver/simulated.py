@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuckpt.driver.api import CallError, DriverVersion
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu, SimulatedProcess
 from gpuckpt.driver.simulated_store import POLL_S, SUCCESS, Fault, SimulatedWorldDir, StateLostError, World, look, stopped
 from gpuckpt.errors import NoDriver
-from gpuckpt.model import Call, Gpu, State
+from gpuckpt.model import Call, Gpu, ProcessId, State
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from gpuckpt.driver.simulated_image import SimulatedImage
 
 __all__ = [
     "Fault",
@@ -107,6 +110,15 @@ class SimulatedDriver:
             _end_fault(call, fault)
         return fault
 
+    @contextlib.contextmanager
+    def image(self, process: ProcessId) -> Iterator[SimulatedImage]:
+        from gpuckpt.driver.simulated_image import SimulatedImage
+
+        yield SimulatedImage(self.world, process)
+
+    def image_dropped(self, process: ProcessId) -> bool:
+        return (self.world.kept(process.pid, process.start_ticks) / "dropped").exists()
+
 
 class SimulatedDevices:
     """The ``Devices`` of a :class:`SimulatedWorldDir`. ``"driver": null`` in its ``machine.json`` is a machine without a driver."""
@@ -144,6 +156,12 @@ class SimulatedDevices:
         with self.world.transaction() as world:
             process = world.rules.processes.get(pid)
             return process.image_bytes if process else 0
+
+    def image(self, process: ProcessId) -> Mapping[str, Any]:
+        from gpuckpt.image import preload
+
+        dropped = (self.world.kept(process.pid, process.start_ticks) / "dropped").exists()
+        return {**preload.described(process), "dropped": dropped}
 
     def gpu_lock_path(self, gpu: Gpu) -> str:
         path = self.world.path / f"gpu-{gpu.uuid}.lock"

@@ -269,6 +269,10 @@ class SimulatedWorldDir:
     def _on_host(self, process: SimulatedProcess) -> Path:
         return self.path / "host" / f"{process.pid}-{process.start_ticks}"
 
+    def kept(self, pid: int, start_ticks: int) -> Path:
+        """What is known of its image on disk (``simulated_image``)."""
+        return self.path / "kept" / f"{pid}-{start_ticks}"
+
     def _settle(self, world: World) -> None:
         """Put all content where the saved world says it is. Does nothing the second time, so a killed caller's rest is made up for."""
         for process in world.rules.processes.values():
@@ -282,6 +286,8 @@ class SimulatedWorldDir:
                 if not target.exists() and source.exists():
                     target.parent.mkdir(exist_ok=True)
                     source.rename(target)
+            if process.on_gpu:
+                (self.kept(process.pid, process.start_ticks) / "held").unlink(missing_ok=True)
 
     def _forget_dead(self, world: World) -> None:
         for process in list(world.rules.processes.values()):
@@ -295,6 +301,8 @@ class SimulatedWorldDir:
             self._on_gpu(process, uuid).unlink(missing_ok=True)
         shutil.rmtree(self._on_host(process), ignore_errors=True)
         self._call_path(pid).unlink(missing_ok=True)
+        for name in ("held", "dropped"):
+            (self.kept(pid, process.start_ticks) / name).unlink(missing_ok=True)
         world.rules.forget(pid)
 
     def _carry_on(self, world: World, held: contextlib.ExitStack) -> None:

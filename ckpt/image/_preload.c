@@ -18,6 +18,11 @@
  * no stdio, no lock of the loader (no dladdr), and no pthread_create (which allocates, and others interpose it): helpers are bare
  * threads that make system calls and touch nothing of the C library, errno included.
  *
+ * The first image also starts the keeper, one more such thread, which waits until the process has been restored and then ends. It gives the
+ * pages of an image back to the kernel once gpuckpt has them in a file, and gets new ones before they return: nobody else can do
+ * that for a process. It has a descriptor table of its own, in which it holds that file, so that the program cannot close what it
+ * waits on, and a file without a name ends with the process. It acts on the ranges that gpuckpt gives, and on nothing by itself.
+ *
  * Other interposers of mmap: a plain call is handed to the next definition after ours (the C library's, if nobody else interposes), and so
  * is the mapping of an image, so that they see all that they would see without us. Those before us see it anyway; where they call us
  * from code of their own, the caller is not libcuda, and nothing is altered. Before our constructor ran, the system call is made directly.
@@ -26,13 +31,16 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -42,6 +50,13 @@
 #endif
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
+#ifndef SYS_close_range
+#define SYS_close_range 436 /* Linux 5.9 */
+#endif
+#ifndef PR_SET_VMA
+#define PR_SET_VMA 0x53564d41 /* Linux 5.17 */
+#define PR_SET_VMA_ANON_NAME 0
 #endif
 
 /* A program that inherits us may have an older C library, in a container say, and a version of a symbol that it lacks would end it at its
@@ -80,7 +95,18 @@ struct image {
     uint32_t verdict, error;
 };
 
-/* Read and written from outside by gpuckpt/image/preload.py, which has the same layout: change `version` with it. */
+/* What the keeper is asked. */
+enum request {
+    END = 1, /* the process runs again: let go of the file, and end */
+    HOLD,    /* open `path`, and hold it */
+    LET_GO,  /* of the file */
+    DROP,    /* give back the pages from `from` to `to`: their content is gone */
+    FILL,    /* get pages for that range */
+    LOADED,  /* all content is there again */
+    NONE,    /* after its answer no earlier request can act any more */
+};
+
+/* Read and written from outside by gpuckpt/image/page.py, which has the same layout: change `version` with it. */
 static struct {
     char magic[16];
     uint32_t version;
@@ -100,27 +126,48 @@ static struct {
     uint64_t populate_ns;
     uint32_t threads_used, huge;
     struct image image[MOST_IMAGES];
-} page __attribute__((aligned(64))) = {.magic = "gpuckpt-preload", .version = 1};
-_Static_assert(sizeof page == 512 && sizeof(struct image) == 24, "the layout that preload.py has");
+    /* The keeper. By us */
+    _Atomic int32_t keeper;    /* its tid, which the kernel clears when it has ended */
+    uint32_t keeper_pid;       /* of the process that it is in: a forked child has none */
+    _Atomic int32_t wake;      /* the descriptor in its table at which a byte wakes it; -1: not yet */
+    int32_t held;              /* the descriptor of the file; -1: none */
+    _Atomic uint32_t answered; /* number of the last request that was done, */
+    int32_t result;            /* and what became of it: 0 or an errno */
+    _Atomic uint32_t dropped;  /* pages were given back, and not all content has returned: to restore now would be the end */
+    uint32_t reserved2;
+    /* by gpuckpt */
+    _Atomic uint32_t asked; /* number of the request. Written last */
+    uint32_t request;
+    uint64_t from, to;
+    uint64_t reserved3[5];
+    char path[960]; /* as this process sees it */
+} page __attribute__((aligned(64))) = {.magic = "gpuckpt-preload", .version = 2, .wake = -1, .held = -1};
+_Static_assert(sizeof page == 1568 && sizeof(struct image) == 24 && offsetof(__typeof__(page), keeper) == 512, "the layout that page.py has");
 
 typedef void *mapper(void *, size_t, int, int, int, off_t);
 static mapper *next;
 
 /* A system call that leaves errno alone: helpers share the thread-local storage of the thread that started them. */
-static long quietly(long number, long a, long b, long c, long d)
+static long quietly5(long number, long a, long b, long c, long d, long e)
 {
 #if defined(__x86_64__)
     long result;
-    register long r10 __asm__("r10") = d;
-    __asm__ volatile("syscall" : "=a"(result) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10) : "rcx", "r11", "memory");
+    register long r10 __asm__("r10") = d, r8 __asm__("r8") = e;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8) : "rcx", "r11", "memory");
     return result;
 #elif defined(__aarch64__)
     register long x8 __asm__("x8") = number, x0 __asm__("x0") = a, x1 __asm__("x1") = b, x2 __asm__("x2") = c, x3 __asm__("x3") = d;
-    __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3) : "memory");
+    register long x4 __asm__("x4") = e;
+    __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4) : "memory");
     return x0;
 #else
 #error "for x86-64 and AArch64"
 #endif
+}
+
+static long quietly(long number, long a, long b, long c, long d)
+{
+    return quietly5(number, a, b, c, d, 0);
 }
 
 static uint64_t now_ns(clockid_t clock)
@@ -185,6 +232,8 @@ static unsigned threads_for(size_t nbytes)
     return wanted ? wanted : 1;
 }
 
+static _Atomic int busy; /* somebody populates: there is one set of stacks */
+
 /* Returns 0, or the error that ended it. With as many threads as can be had, this one among them. */
 static int populate(void *address, size_t nbytes)
 {
@@ -211,6 +260,97 @@ static int populate(void *address, size_t nbytes)
         quietly(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&mask, 0, sizeof mask);
     page.threads_used = helpers + 1;
     return (int)atomic_load(&crew.error);
+}
+
+/* The keeper. */
+
+static char keeper_stack[STACK_BYTES] __attribute__((aligned(64)));
+
+static long do_as_asked(uint32_t request)
+{
+    uint64_t from = page.from, to = page.to; /* once: a gpuckpt that gave up on us may be writing its next request */
+    long result = 0;
+    if (atomic_load(&page.dropped) && (request == HOLD || request == LET_GO || request == END))
+        return -EBUSY; /* what is held has the only copy */
+    switch (request) {
+    case HOLD:
+    case LET_GO:
+        if (page.held >= 0)
+            quietly(SYS_close, page.held, 0, 0, 0);
+        page.held = -1;
+        if (request == HOLD) {
+            page.path[sizeof page.path - 1] = 0;
+            result = quietly(SYS_openat, AT_FDCWD, (long)page.path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0);
+            page.held = result < 0 ? -1 : (int32_t)result;
+        }
+        break;
+    case DROP:
+        atomic_store(&page.dropped, 1);
+        result = quietly(SYS_madvise, (long)from, (long)(to - from), MADV_DONTNEED, 0);
+        break;
+    case FILL:
+        if (atomic_exchange(&busy, 1))
+            return -EBUSY;
+        result = -populate((void *)from, to - from);
+        atomic_store(&busy, 0);
+        break;
+    case LOADED:
+    case END:
+        atomic_store(&page.dropped, 0);
+        break;
+    }
+    return result;
+}
+
+/* System calls only, with every signal blocked, like work(). */
+static int keep(void *unused)
+{
+    int ends[2];
+    char byte;
+    (void)unused;
+    /* This is a copy of the program's table, as a child has it: what it closes must close. A kernel that cannot do that has no keeper. */
+    if (quietly(SYS_close_range, 0, ~0U, 0, 0) < 0 || quietly(SYS_pipe2, (long)ends, O_CLOEXEC, 0, 0) < 0)
+        return 0;
+    quietly(SYS_prctl, PR_SET_NAME, (long)"gpuckpt-image", 0, 0);
+    atomic_store(&page.wake, ends[1]);
+    for (;;) {
+        long got = quietly(SYS_read, ends[0], (long)&byte, 1, 0);
+        if (got != 1 && got != -EINTR)
+            return 0;
+        uint32_t asked = atomic_load(&page.asked);
+        if (asked == atomic_load(&page.answered))
+            continue;
+        uint32_t request = page.request;
+        long result = do_as_asked(request);
+        page.result = result < 0 ? (int32_t)-result : 0;
+        if (request == END && result == 0)
+            page.held = -1;
+        atomic_store(&page.answered, asked);
+        if (request == END && result == 0)
+            return 0; /* its table goes with it */
+    }
+}
+
+static void start_keeper(void)
+{
+    unsigned long all = ~0UL, mask = 0;
+    uint32_t pid = (uint32_t)quietly(SYS_getpid, 0, 0, 0, 0);
+    if (atomic_load(&page.keeper) && page.keeper_pid == pid)
+        return;
+    page.keeper_pid = pid;
+    page.held = -1;
+    page.result = 0;
+    atomic_store(&page.wake, -1);
+    atomic_store(&page.dropped, 0);
+    atomic_store(&page.answered, atomic_load(&page.asked));
+    if (quietly(SYS_rt_sigprocmask, 0, (long)&all, (long)&mask, sizeof all) < 0)
+        return;
+    /* no CLONE_FILES: a table of its own */
+    if (clone(keep, keeper_stack + STACK_BYTES,
+              CLONE_VM | CLONE_FS | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID, NULL,
+              (pid_t *)&page.keeper, NULL, (pid_t *)&page.keeper) < 0)
+        atomic_store(&page.keeper, 0);
+    quietly(SYS_rt_sigprocmask, 2, (long)&mask, 0, sizeof mask);
 }
 
 /* Deciding. */
@@ -243,14 +383,22 @@ static void note(void *address, size_t nbytes, enum verdict verdict, int error)
     atomic_store(&page.last_verdict, verdict);
 }
 
+static void name(void *address, size_t nbytes)
+{
+    char text[] = "gpuckpt-image-0000000000000000";
+    uint64_t operation = atomic_load(&page.operation);
+    for (size_t i = sizeof text - 1; operation; operation >>= 4)
+        text[--i] = "0123456789abcdef"[operation & 15];
+    quietly5(SYS_prctl, PR_SET_VMA, PR_SET_VMA_ANON_NAME, (long)address, (long)nbytes, (long)text);
+}
+
 #define RARE __attribute__((cold, noinline))
 
 RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int protection, int flags, int fd, off_t offset)
 {
-    static _Atomic int busy; /* only a signal handler of the restore thread can find it so */
     int before = errno, error = 0;
     enum verdict verdict = judge(caller, nbytes);
-    if (verdict != FAST || atomic_exchange(&busy, 1)) {
+    if (verdict != FAST || atomic_exchange(&busy, 1)) { /* only a signal handler of the restore thread can find it so */
         errno = before;
         return plainly(address, nbytes, protection, flags, fd, offset);
     }
@@ -270,6 +418,11 @@ RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int prot
     if (verdict != FAST)
         found = plainly(address, nbytes, protection, flags, fd, offset);
     page.populate_ns += now_ns(CLOCK_MONOTONIC) - begin;
+    if (found != MAP_FAILED) {
+        name(found, nbytes); /* by which gpuckpt knows later that what lies there is this image still */
+        start_keeper();
+        errno = before;
+    }
     note(found == MAP_FAILED ? NULL : found, nbytes, verdict, error);
     atomic_store(&busy, 0);
     return found;

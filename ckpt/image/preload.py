@@ -1,8 +1,6 @@
 """The preload library from outside: starts programs with it, announces an operation to a process that has it, reads what it did.
 
-The library (``_preload.c``) keeps a page in its own data, which begins with a magic. It is found in the process's mappings, and read and
-written through ``/proc/PID/mem``: that takes the right to trace the process, as the driver's calls do. Nothing lies in a file, so nothing
-is left behind, a chroot or a container hides nothing, and no other user can put a word in.
+What the two say to each other lies in a page of the library's (:mod:`gpuckpt.image.page`).
 """
 
 from __future__ import annotations
@@ -10,41 +8,24 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import struct
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
-from gpuckpt.inspect import host, processes
+from gpuckpt.image import keeper, page
+from gpuckpt.image.page import NAME, VARIABLE, Unavailable
+from gpuckpt.inspect import host
 from gpuckpt.model import ProcessId
 
-VARIABLE = "GPUCKPT_PRELOAD"
-NAME = "libgpuckpt_preload"
+__all__ = ["NAME", "VARIABLE", "Image", "Result", "Unavailable", "Verdict"]
+
 MOST_THREADS = 16
 
 #: How long an announcement holds whose gpuckpt died, in seconds. A checkpoint maps its image when it begins.
 HOLDS_S = 120.0
-
-_MAGIC = b"gpuckpt-preload\0"
-_VERSION = 1
-_READY, _OFF = 1, 2
-_ALIGNMENT = 64
-_MOST_DATA_BYTES = 1 << 16  # what a program maps under our name is its own affair, and may be large
-# The page, as in _preload.c.
-_HEAD = struct.Struct("=16sII8x")
-_OPERATION = struct.Struct("=Q")
-_ANNOUNCEMENT = struct.Struct("=IIQQQI4x")
-_RESULT = struct.Struct("=IIIIQQQII")
-_IMAGE = struct.Struct("=QQII")
-_MOST_IMAGES = 16
-_RESULT_AT = _HEAD.size + _OPERATION.size + _ANNOUNCEMENT.size
-_IMAGES_AT = _RESULT_AT + _RESULT.size
-_PAGE_BYTES = _IMAGES_AT + _MOST_IMAGES * _IMAGE.size
-
-# addresses, permissions, offset, device, inode, path
-_MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ \d+\s*(.*)")
 
 
 class Verdict(IntEnum):
@@ -72,12 +53,14 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the library did since the last announcement. ``seen`` counts the large populated mappings that it looked at; the last one's
-    fate, thread (as the process sees it), caller and size follow. ``populate_s`` is the time of all ``images``, mapping included;
-    ``threads`` populated the last of them. ``huge_pages``: whether the kernel took the advice."""
+    """What the library did since the last announcement. ``count``: images, of which it notes 16 at most. ``seen`` counts the large
+    populated mappings that it looked at; the last one's fate, thread (as the process sees it), caller and size follow. ``populate_s`` is
+    the time of all ``images``, mapping included; ``threads`` populated the last of them. ``huge_pages``: whether the kernel took the
+    advice."""
 
     operation: int
     images: tuple[Image, ...]
+    count: int
     seen: int
     last: Verdict
     last_tid: int
@@ -86,10 +69,6 @@ class Result:
     populate_s: float
     threads: int
     huge_pages: bool
-
-
-class Unavailable(Exception):
-    """The library cannot be used in this process, or not now; the message says why. The driver's own path serves."""
 
 
 # Starting programs.
@@ -132,7 +111,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def loaded(pid: int) -> bool:
     """Whether *pid* has the library mapped; False where we may not look or *pid* is gone."""
-    return any(Path(os.fsdecode(path)).name.startswith(NAME) for _, _, _, path in _mappings(pid))
+    return any(Path(os.fsdecode(path)).name.startswith(NAME) for _, _, _, path in page.mappings(pid))
 
 
 # Operations.
@@ -144,25 +123,37 @@ def announce(process: ProcessId, restore_tid: int, seconds: float = HOLDS_S) -> 
     What it did before is forgotten. Raises:
         Unavailable: and nothing will be done; what was announced before is withdrawn where it could be.
     """
-    with _page(process) as (memory, at):
-        os.pwrite(memory, _OPERATION.pack(0), at + _HEAD.size)
+    with page.opened(process) as (memory, at):
+        os.pwrite(memory, page.OPERATION.pack(0), at + page.OPERATION_AT)
+        if keeper.dropped(process):
+            raise Unavailable(f"the image of pid {process} is on disk")
+        keeper.end(process)  # of an image that some other tool has restored
         start, end = _libcuda(process.pid)
         expires_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)
-        pid, tid = _inside(process.pid, process.pid), _inside(process.pid, restore_tid)
-        words = _ANNOUNCEMENT.pack(pid, tid, expires_ns, start, end, threads(process.pid))
-        body = words + bytes(_PAGE_BYTES - _RESULT_AT)
+        pid, tid = page.inside(process.pid, process.pid), page.inside(process.pid, restore_tid)
+        words = page.ANNOUNCEMENT.pack(pid, tid, expires_ns, start, end, threads(process.pid))
+        os.pwrite(memory, words + bytes(page.KEEPER_AT - page.RESULT_AT), at + page.ANNOUNCEMENT_AT)
         operation = int.from_bytes(os.urandom(8), "little") or 1
-        os.pwrite(memory, body, at + _HEAD.size + _OPERATION.size)
-        os.pwrite(memory, _OPERATION.pack(operation), at + _HEAD.size)  # last: it makes the rest count
+        os.pwrite(memory, page.OPERATION.pack(operation), at + page.OPERATION_AT)  # last: it makes the rest count
         return operation
 
 
 def withdraw(process: ProcessId, operation: int) -> None:
     """End the announcement, if *operation* is still the one announced. What the library did stays to be read. Never raises for a
     process that is gone."""
-    with contextlib.suppress(Unavailable), _page(process) as (memory, at):
-        if os.pread(memory, _OPERATION.size, at + _HEAD.size) == _OPERATION.pack(operation):
-            os.pwrite(memory, _OPERATION.pack(0), at + _HEAD.size)
+    with contextlib.suppress(Unavailable), page.opened(process) as (memory, at):
+        if os.pread(memory, page.OPERATION.size, at + page.OPERATION_AT) == page.OPERATION.pack(operation):
+            os.pwrite(memory, page.OPERATION.pack(0), at + page.OPERATION_AT)
+
+
+def forget(process: ProcessId) -> None:
+    """*process* was restored, or not checkpointed: there is no image in its memory any more, and its keeper may go. Does nothing while the
+    only copy of an image is on disk. Never raises for a process that is gone."""
+    if keeper.dropped(process):
+        return
+    with contextlib.suppress(Unavailable), page.opened(process) as (memory, at):
+        os.pwrite(memory, bytes(page.KEEPER_AT - page.RESULT_AT), at + page.RESULT_AT)
+    keeper.end(process)
 
 
 @contextlib.contextmanager
@@ -187,16 +178,42 @@ def result(process: ProcessId) -> Result:
     Raises:
         Unavailable: *process* is gone, has no library, or we may not look.
     """
-    with _page(process) as (memory, at):
-        page = os.pread(memory, _PAGE_BYTES, at)
-    (operation,) = _OPERATION.unpack_from(page, _HEAD.size)
-    seen, last, tid, count, caller, nbytes, populate_ns, used, huge = _RESULT.unpack_from(page, _RESULT_AT)
-    rows = [_IMAGE.unpack_from(page, _IMAGES_AT + i * _IMAGE.size) for i in range(min(count, _MOST_IMAGES))]
+    with page.opened(process) as (memory, at):
+        content = os.pread(memory, page.PAGE_BYTES, at)
+    (operation,) = page.OPERATION.unpack_from(content, page.OPERATION_AT)
+    seen, last, tid, count, caller, nbytes, populate_ns, used, huge = page.RESULT.unpack_from(content, page.RESULT_AT)
+    rows = [page.IMAGE.unpack_from(content, page.IMAGES_AT + i * page.IMAGE.size) for i in range(min(count, page.MOST_IMAGES))]
     try:
         images = tuple(Image(address, size, Verdict(verdict), error) for address, size, verdict, error in rows)
-        return Result(operation, images, seen, Verdict(last), tid, caller, nbytes, populate_ns / 1e9, used, bool(huge))
+        return Result(operation, images, count, seen, Verdict(last), tid, caller, nbytes, populate_ns / 1e9, used, bool(huge))
     except ValueError as error:  # the program may have overwritten it
         raise Unavailable(f"what the preload library in pid {process.pid} says makes no sense ({error})") from error
+
+
+def refuse_missing(process: ProcessId) -> None:
+    """Raise :class:`Unavailable` where the library could not act in *process*, or is not wanted (``GPUCKPT_PRELOAD=0`` here)."""
+    if os.environ.get(VARIABLE) == "0":
+        raise Unavailable(f"{VARIABLE}=0")
+    with page.opened(process):
+        pass
+
+
+def described(process: ProcessId) -> dict[str, Any]:
+    """How the image of a checkpointed *process* was made, for a report: by the driver alone, or with the library's help (``path``),
+    which took ``populate_s``, ``threads`` and ``huge_pages``; and whether memory of it was given back (``dropped``)."""
+    try:
+        seen = result(process)
+    except Unavailable:
+        return {"path": "driver", "dropped": False}
+    if not seen.images or any(i.verdict is not Verdict.FAST for i in seen.images):
+        return {"path": "driver", "dropped": keeper.dropped(process)}
+    return {
+        "path": "preload",
+        "populate_s": round(seen.populate_s, 4),
+        "threads": seen.threads,
+        "huge_pages": seen.huge_pages,
+        "dropped": keeper.dropped(process),
+    }
 
 
 def threads(pid: int) -> int:
@@ -208,67 +225,9 @@ def threads(pid: int) -> int:
     return max(1, min(MOST_THREADS, allowed, host.cpu_quota(pid)))
 
 
-# The page.
-
-
-@contextlib.contextmanager
-def _page(process: ProcessId) -> Iterator[tuple[int, int]]:
-    """The memory of *process*, opened, and where in it the library's page begins."""
-    try:
-        memory = os.open(f"/proc/{process.pid}/mem", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise Unavailable(f"the memory of pid {process.pid} is not ours to write ({error.strerror})") from error
-    try:
-        if not processes.is_same(process):  # asked when its memory was open already: a pid that is reused later does no harm
-            raise Unavailable(f"pid {process.pid} is gone")
-        yield memory, _find(memory, process.pid)
-    except OSError as error:
-        raise Unavailable(f"the memory of pid {process.pid} cannot be used ({error.strerror})") from error
-    finally:
-        os.close(memory)
-
-
-def _find(memory: int, pid: int) -> int:
-    """The address of a page that is of our version, and ready."""
-    found = False
-    for start, end, permissions, path in _mappings(pid):
-        if permissions == b"rw-p" and Path(os.fsdecode(path)).name.startswith(NAME):
-            found = True
-            content = os.pread(memory, min(end - start, _MOST_DATA_BYTES), start)
-            for at in range(0, len(content) - _PAGE_BYTES + 1, _ALIGNMENT):
-                if content.startswith(_MAGIC, at):
-                    _, version, state = _HEAD.unpack_from(content, at)
-                    if version != _VERSION:
-                        raise Unavailable(f"pid {pid} was started with the preload library of another gpuckpt (version {version})")
-                    if state != _READY:
-                        raise Unavailable(f"{VARIABLE}=0 in pid {pid}" if state == _OFF else f"pid {pid} is just starting")
-                    return start + at
-    raise Unavailable(f"no preload library in pid {pid}" if not found else f"the preload library in pid {pid} is not one of gpuckpt's")
-
-
 def _libcuda(pid: int) -> tuple[int, int]:
     """From where to where libcuda's code lies in *pid*."""
-    code = [(start, end, path) for start, end, permissions, path in _mappings(pid) if b"x" in permissions and b"/libcuda.so" in path]
+    code = [(start, end, path) for start, end, permissions, path in page.mappings(pid) if b"x" in permissions and b"/libcuda.so" in path]
     if not code or len({path for _, _, path in code}) > 1:
         raise Unavailable(f"pid {pid} has {'two kinds of' if code else 'no'} libcuda loaded")
     return code[0][0], code[-1][1]
-
-
-def _mappings(pid: int) -> list[tuple[int, int, bytes, bytes]]:
-    """Begin, end, permissions and path of each mapping of *pid*; none where we may not look."""
-    try:
-        with open(f"/proc/{pid}/maps", "rb", buffering=0) as file:
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    found = (_MAPPING.fullmatch(line) for line in lines)
-    return [(int(m[1], 16), int(m[2], 16), m[3], m[4]) for m in found if m]
-
-
-def _inside(pid: int, tid: int) -> int:
-    """The number that the thread *tid* of *pid* has in its own pid namespace."""
-    status = host.read(Path(f"/proc/{pid}/task/{tid}/status"))
-    inside = re.search(r"^NSpid:.*\s(\d+)$", status, re.MULTILINE)
-    if inside is None:
-        raise Unavailable(f"pid {pid} has no thread {tid}")
-    return int(inside[1])

@@ -1,0 +1,114 @@
+"""The page of the preload library, seen from outside: where it lies in a process, and how it is laid out.
+
+The library (``_preload.c``) keeps it in its own data, and it begins with a magic. It is found in the process's mappings, and read and
+written through ``/proc/PID/mem``: that takes the right to trace the process, as the driver's calls do. Nothing lies in a file, so nothing
+is left behind, a chroot or a container hides nothing, and no other user can put a word in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpuckpt.inspect import host, processes
+from gpuckpt.model import ProcessId
+
+VARIABLE = "GPUCKPT_PRELOAD"
+NAME = "libgpuckpt_preload"
+
+# The layout, as in _preload.c.
+HEAD = struct.Struct("=16sII8x")
+OPERATION = struct.Struct("=Q")
+ANNOUNCEMENT = struct.Struct("=IIQQQI4x")
+RESULT = struct.Struct("=IIIIQQQII")
+IMAGE = struct.Struct("=QQII")
+MOST_IMAGES = 16
+OPERATION_AT = HEAD.size
+ANNOUNCEMENT_AT = OPERATION_AT + OPERATION.size
+RESULT_AT = ANNOUNCEMENT_AT + ANNOUNCEMENT.size
+IMAGES_AT = RESULT_AT + RESULT.size
+KEEPER_AT = IMAGES_AT + MOST_IMAGES * IMAGE.size
+KEEPER = struct.Struct("=iIiiIiII")
+ASKED_AT = KEEPER_AT + KEEPER.size
+ASKED = struct.Struct("=I")
+REQUEST_AT = ASKED_AT + ASKED.size
+REQUEST = struct.Struct("=IQQ40x")
+PATH_AT = REQUEST_AT + REQUEST.size
+PATH_BYTES = 960
+PAGE_BYTES = PATH_AT + PATH_BYTES
+
+_MAGIC = b"gpuckpt-preload\0"
+_VERSION = 2
+_READY, _OFF = 1, 2
+_ALIGNMENT = 64
+_MOST_DATA_BYTES = 1 << 16  # what a program maps under our name is its own affair, and may be large
+
+# addresses, permissions, offset, device, inode, path
+_MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ \d+\s*(.*)")
+
+
+class Unavailable(Exception):
+    """The library cannot be used in this process, or not now; the message says why. The driver's own path serves."""
+
+
+@contextlib.contextmanager
+def opened(process: ProcessId) -> Iterator[tuple[int, int]]:
+    """The memory of *process*, opened, and where in it the library's page begins.
+
+    Raises:
+        Unavailable: *process* is gone, has no library, or we may not look.
+    """
+    try:
+        memory = os.open(f"/proc/{process.pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise Unavailable(f"the memory of pid {process.pid} is not ours to write ({error.strerror})") from error
+    try:
+        if not processes.is_same(process):  # asked when its memory was open already: a pid that is reused later does no harm
+            raise Unavailable(f"pid {process.pid} is gone")
+        yield memory, _find(memory, process.pid)
+    except OSError as error:
+        raise Unavailable(f"the memory of pid {process.pid} cannot be used ({error.strerror})") from error
+    finally:
+        os.close(memory)
+
+
+def mappings(pid: int) -> list[tuple[int, int, bytes, bytes]]:
+    """Begin, end, permissions and path of each mapping of *pid*; none where we may not look."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb", buffering=0) as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    found = (_MAPPING.fullmatch(line) for line in lines)
+    return [(int(m[1], 16), int(m[2], 16), m[3], m[4]) for m in found if m]
+
+
+def inside(pid: int, tid: int) -> int:
+    """The number that the thread *tid* of *pid* has in its own pid namespace."""
+    status = host.read(Path(f"/proc/{pid}/task/{tid}/status"))
+    found = re.search(r"^NSpid:.*\s(\d+)$", status, re.MULTILINE)
+    if found is None:
+        raise Unavailable(f"pid {pid} has no thread {tid}")
+    return int(found[1])
+
+
+def _find(memory: int, pid: int) -> int:
+    """The address of a page that is of our version, and ready."""
+    found = False
+    for start, end, permissions, path in mappings(pid):
+        if permissions == b"rw-p" and Path(os.fsdecode(path)).name.startswith(NAME):
+            found = True
+            content = os.pread(memory, min(end - start, _MOST_DATA_BYTES), start)
+            for at in range(0, len(content) - PAGE_BYTES + 1, _ALIGNMENT):
+                if content.startswith(_MAGIC, at):
+                    _, version, state = HEAD.unpack_from(content, at)
+                    if version != _VERSION:
+                        raise Unavailable(f"pid {pid} was started with the preload library of another gpuckpt (version {version})")
+                    if state != _READY:
+                        raise Unavailable(f"{VARIABLE}=0 in pid {pid}" if state == _OFF else f"pid {pid} is just starting")
+                    return start + at
+    raise Unavailable(f"no preload library in pid {pid}" if not found else f"the preload library in pid {pid} is not one of gpuckpt's")

@@ -1,0 +1,248 @@
+"""Where the images of a group are kept: in host memory, where the driver put them, or in files of a directory.
+
+A suspend that keeps them on disk is a suspend, and then two steps: ``store`` writes the files, ``drop`` gives the memory back. A resume
+has a step ``load`` before its restore. What can be found out beforehand (the directory, its room, the library in the process) is
+found before anything is locked; what fails later leaves the group suspended, in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuckpt import claims, errors, plan
+from gpuckpt.driver.api import CallError
+from gpuckpt.errors import GpuckptError
+from gpuckpt.image import file, keeper, preload
+from gpuckpt.image.page import Unavailable
+from gpuckpt.journal import Member, Record
+from gpuckpt.model import Call, GpuProcess, Outcome, ProcessId, State
+from gpuckpt.walk import Failure, Walk
+from gpuckpt.words import size
+
+RAM = "ram"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where the image of a suspended process is: bytes in memory, bytes on disk, and the rest of what a report says of it."""
+
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    image: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, walk: Walk, process: ProcessId, member: Member | None, nbytes: int) -> Kept:
+        """*member*: what the journal has of it. Whether its memory is whole the process itself tells."""
+        seen = walk.world.image(process)
+        on_disk, where = bool(seen.get("dropped")), RAM
+        if on_disk:  # and a journal of somebody else may know where
+            where = str(Path(member.image["path"]).parent) if member is not None and member.image is not None else "?"
+        made = {"path": seen.get("path", "driver"), **{k: seen.get(k) for k in ("populate_s", "threads", "huge_pages")}}
+        return cls(0 if on_disk else nbytes, nbytes if on_disk else 0, {**made, "in": where, "bytes": nbytes})
+
+
+NOWHERE = Kept()
+
+
+def refuse(walk: Walk, directory: str, processes: Iterable[GpuProcess]) -> None:
+    """Raise if the images of *processes* cannot be kept in *directory*: nothing has been touched. Warns of what a person may not expect."""
+    if directory == RAM:
+        return
+    if not directory:
+        raise errors.Usage("--keep-in: neither a directory nor ram", hint="gpuckpt suspend PID --keep-in DIR")
+    processes = list(processes)
+    for p in processes:
+        try:
+            preload.refuse_missing(p.id)
+        except Unavailable as error:
+            raise errors.NoPreload(
+                f"the image of pid {p.pid} ({p.name}) can be kept in host memory only: {error}; nothing was touched",
+                hint="start it by `gpuckpt exec -- COMMAND`; or suspend it without --keep-in",
+                pid=p.pid,
+            ) from error
+    place = Path(directory)
+    needed = sum(file.file_bytes(plan.image_need_bytes(p.gpus)) for p in processes)
+    try:
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR) if place.exists() else os.strerror(errno.ENOENT))
+        file.sweep(place)
+        file.try_room(place, needed)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        room = f"; it takes {size(needed)}" if full else ""
+        raise errors.ImageDirectory(
+            f"no image can be kept in {directory}: {error.strerror}{room}; nothing was touched",
+            hint="free space there, or name another directory" if full else "name a directory that you can write: --keep-in DIR",
+        ) from error
+    kind = file.filesystem(place)
+    if kind in file.NOT_A_DISK:
+        walk.warnings.append(f"{directory} ({kind}) {file.NOT_A_DISK[kind]}")
+
+
+def store(walk: Walk, directory: str) -> GpuckptError | None:
+    """Move the images of the suspended group to *directory*. Returns why not all of them are there; those that are not stay in memory.
+
+    The journal says where a file will lie before it is made, and the pages go only when it says so.
+    """
+    assert walk.record is not None
+    members = [m for m in walk.record.members if walk.now.get(m.id) is State.CHECKPOINTED and not m.lost and not _on_disk(walk, m)]
+    if directory == RAM or not members:
+        return None
+    place = Path(directory).absolute()
+    spec = {"directory": str(place), "operation": os.urandom(6).hex()}
+    for m in members:
+        _forget_file(m)
+        path = str(place / file.name(m.id, spec["operation"]))
+        walk.record = walk.record.with_member(m.id, image={"path": path, "operation": spec["operation"]})
+    try:
+        walk.save(required=True)
+    except errors.JournalError as error:
+        _unsaid(walk, [m.id for m in members])
+        return errors.ImageNotStored(
+            f"the group is suspended, its images in host memory: {error.message}", hint=error.hint, step=str(Call.STORE)
+        )
+    written, failures = _calls(walk, Call.STORE, {m.id: spec for m in members})
+    for process, image in written.items():
+        walk.record = walk.record.with_member(process, image=image)
+    for m in members:
+        if m.id not in written:
+            _forget_file(walk.record.member(m.id) or m)  # of a process of ours that was killed
+    _unsaid(walk, [f.process for f in failures])
+    try:
+        walk.save(required=True)
+    except errors.JournalError as error:  # the file's name is in the older record, its inode is not: the pages stay
+        return errors.ImageNotStored(
+            f"the group is suspended, its images in host memory: {error.message}", hint=error.hint, step=str(Call.STORE)
+        )
+    if written:
+        failures += _calls(walk, Call.DROP, written)[1]
+    return failures[0].error if failures else None
+
+
+def load(walk: Walk, processes: Iterable[ProcessId]) -> list[Failure]:
+    """Bring the images of *processes* back into memory, where they are not. Failures name those that stay on disk."""
+    assert walk.record is not None
+    wanted = {}
+    for process in processes:
+        member = walk.record.member(process)
+        if member is not None and member.image is not None and "inode" in member.image:
+            wanted[process] = member.image
+    return _calls(walk, Call.LOAD, wanted)[1] if wanted else []
+
+
+def tidy(walk: Walk) -> None:
+    """Remove the files of those that are suspended no longer. One that its process held is gone by itself."""
+    assert walk.record is not None
+    for m in walk.record.members:
+        if m.image is not None and walk.now.get(m.id) not in (State.CHECKPOINTED, State.BLOCKED):
+            _forget_file(m)
+            walk.record = walk.record.with_member(m.id, image=None)
+
+
+def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
+    """Remove files that no process needs: those of the dead beside any file that *records* name, all that the *void* ones name, and what
+    was half-written when its gpuckpt was killed. Words for each.
+    """
+    words, places = [], set()
+    records = list(records)
+    for record in records:
+        for m in record.members:
+            if m.image is not None and "inode" not in m.image and not claims.taken(f"/proc/{m.id.pid}"):
+                keeper.let_go(m.id)
+                if _forget_file(m):
+                    words.append(f"removed {m.image['path']}: half-written; the image of pid {m.id} is in its memory")
+    void = list(void)
+    for record in void:
+        for m in record.members:
+            if m.image is not None and _forget_file(m):
+                words.append(f"removed {m.image['path']}: its process ended with the machine")
+    for record in (*records, *void):
+        places |= {Path(m.image["path"]).parent for m in record.members if m.image is not None}
+    for place in sorted(places):
+        words += [f"removed {path}: its process is gone" for path in file.sweep(place)]
+    return words
+
+
+def _on_disk(walk: Walk, member: Member) -> bool:
+    return member.image is not None and bool(walk.world.image(member.id).get("dropped"))
+
+
+def _unsaid(walk: Walk, processes: Iterable[ProcessId]) -> None:
+    assert walk.record is not None
+    for process in processes:
+        walk.record = walk.record.with_member(process, image=None)
+
+
+def _forget_file(member: Member) -> bool:
+    """Remove the file of *member*, if it has a name still, and one that we gave it."""
+    if member.image is None:
+        return False
+    path = Path(member.image["path"])
+    if not file.is_named(path, member.id, member.image["operation"]):
+        return False
+    with contextlib.suppress(OSError):
+        path.unlink()
+        return True
+    return False
+
+
+def _calls(walk: Walk, call: Call, specs: Mapping[ProcessId, Mapping[str, Any]]) -> tuple[dict[ProcessId, dict[str, Any]], list[Failure]]:
+    """Make *call* for several processes at once. One that has not ended by its deadline, or at Ctrl-C, is let go, and gives up by itself.
+
+    Returns what each gave, and failures; a call whose end is not known counts as failed.
+    """
+    world = walk.world
+    before = len(world.interruptions)
+    with walk.step(call):
+        assert walk.record is not None
+        limit = max(walk.deadline, world.now()) + plan.image_call_s(sum(g.nbytes or 0 for m in walk.record.members for g in m.gpus))
+        pending, failures = {}, []
+        for p, spec in specs.items():
+            try:
+                pending[p] = world.start(call, p, image=spec, claims=walk.claims)
+            except CallError as e:
+                failures.append(Failure(p, _error(call, p, Outcome(e.result))))
+        while waiting := [c for c in pending.values() if c.outcome is None]:
+            if world.now() >= limit or len(world.interruptions) > before:
+                break
+            world.wait(waiting, min(limit, world.now() + 0.25))
+    done = {}
+    for process, c in pending.items():
+        outcome = c.outcome or Outcome("interrupted" if len(world.interruptions) > before else "deadline")
+        if c.outcome is None:
+            c.release()
+        if outcome.ok:
+            done[process] = outcome.image or {}
+        else:
+            failures.append(Failure(process, _error(call, process, outcome)))
+    return done, failures
+
+
+def _error(call: Call, process: ProcessId, outcome: Outcome) -> GpuckptError:
+    where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
+    if outcome.result.startswith("gpuckpt:"):
+        cls = errors.by_code().get(outcome.result[8:], GpuckptError)
+        return cls(outcome.message, hint=outcome.hint or "gpuckpt doctor", **where)
+    why = {
+        "VANISHED": "the process of ours that did it was killed",
+        "NO_CALLER": "no process of ours could be started",
+        "STALE": "it has ended",
+        "interrupted": "interrupted",
+        "deadline": "the deadline passed",
+    }
+    said = why.get(outcome.result, f"{outcome.result} {outcome.message}".strip())
+    if call is Call.LOAD:
+        return errors.ImageUnreadable(
+            f"the image of pid {process} was not brought back: {said}. Nothing was restored; it stays suspended",
+            hint=f"gpuckpt resume {process}",
+            **where,
+        )
+    return errors.ImageNotStored(
+        f"pid {process} is suspended, but its image was not moved to disk: {said}", hint=f"gpuckpt resume {process} as ever", **where
+    )
