@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 
 import click
 
 from gpuckpt import errors
-from gpuckpt.cli.common import Duration, ask_run, fail, finish
+from gpuckpt.cli.common import Duration, ask_run, fail, finish, json_option, print_json
 
 _LOOK_S = 1.0
 
@@ -17,7 +18,8 @@ _LOOK_S = 1.0
 @click.option(
     "--timeout", "timeout_s", type=Duration(), default="2m", show_default=True, metavar="DURATION", help="For the resume, and the suspend."
 )
-def attach(name: str, timeout_s: float) -> None:
+@json_option
+def attach(name: str, timeout_s: float, as_json: bool) -> None:
     """Resume the run NAME, stay in the foreground, and suspend it on SIGTERM or Ctrl-C.
 
     For programs that start and stop servers by a command: to them the run starts in seconds and stops without losing anything.
@@ -35,8 +37,10 @@ def attach(name: str, timeout_s: float) -> None:
             try:
                 ask_run(name, "status", timeout_s=timeout_s)
             except errors.GpuckptError as e:
-                fail("attach", False, errors.RunNotReady(f"the run {name!r} has ended: {e.message}"))
-        ask_run(name, "suspend", timeout_s=timeout_s)
+                fail("attach", as_json, errors.RunNotReady(f"the run {name!r} has ended: {e.message}"))
+        report = dataclasses.replace(ask_run(name, "suspend", timeout_s=timeout_s), command="attach")
     except errors.GpuckptError as e:
-        fail("attach", False, e)
+        fail("attach", as_json, e)
+    if as_json:
+        print_json(report)
     finish(0)

@@ -34,6 +34,8 @@ ONLY_OF: dict[str, dict[str, Any]] = {
     "env": {"environment": {}},
     "run": {"dry_run": False, "name": None, "adapter": None, "command_line": None, "environment": None, "changes": None, "listen": None},
     "stop": {},
+    "lease": {},
+    "attach": {},
     "swap": {"out": None, "in": None},
     "demo": {"gpu_bytes": None, "host_bytes": None, "same_answer": None, "suspend_seconds": None, "resume_seconds": None},
 }

@@ -26,7 +26,8 @@ FAILED, CANNOT_RUN, NOT_FOUND = 125, 126, 127
     metavar="DURATION",
     help="How long running requests may take to end; then nothing is started.",
 )
-def lease(command: tuple[str, ...], gpus: tuple[str, ...], timeout_s: float) -> None:
+@click.option("--json", "as_json", is_flag=True, help="If COMMAND is not started, say why as one JSON document on stdout.")
+def lease(command: tuple[str, ...], gpus: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
     """Run COMMAND with GPUs to itself: the runs on them are suspended, and come back when it has ended.
 
     Only runs of `gpuckpt run` by the same user are moved. Their running requests end first; new ones wait, up to their --hold. The
@@ -44,17 +45,17 @@ def lease(command: tuple[str, ...], gpus: tuple[str, ...], timeout_s: float) -> 
     if shutil.which(command[0]) is None:
         missing = not os.path.exists(command[0])  # noqa: PTH110
         error = errors.CannotStart(f"{command[0]} cannot be run; nothing was touched", hint="check the command after --")
-        fail("lease", False, error, status=NOT_FOUND if missing else CANNOT_RUN)
+        fail("lease", as_json, error, status=NOT_FOUND if missing else CANNOT_RUN)
     try:
         taken = Lease(uuids(gpus), by=f"pid {os.getpid()} ({' '.join(command)[:60]}) has a lease", within_s=timeout_s)
     except errors.GpuckptError as e:
-        fail("lease", False, e, status=FAILED)
+        fail("lease", as_json, e, status=FAILED)
     except KeyboardInterrupt:
-        fail("lease", False, errors.Interrupted("interrupted; what had been suspended comes back"))
+        fail("lease", as_json, errors.Interrupted("interrupted; what had been suspended comes back"))
     click.echo(f"gpuckpt lease: suspended: {', '.join(taken.runs) or 'no run was there'}", err=True)
     sys.stderr.flush()
     taken.pass_on()
     try:
         os.execvp(command[0], command)  # noqa: S606 - the command that was typed, as it was typed
     except OSError as e:
-        fail("lease", False, errors.CannotStart(f"{command[0]}: {e.strerror}"), status=CANNOT_RUN)
+        fail("lease", as_json, errors.CannotStart(f"{command[0]}: {e.strerror}"), status=CANNOT_RUN)
