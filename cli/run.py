@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shlex
@@ -41,7 +42,7 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
     help="Of each suspend and each resume. [default: 60s and 2s for each GiB]",
 )
 @click.option("--adapter", type=click.Choice(["auto", "vllm", "none"]), default="auto", show_default=True, help="How the command serves.")
-@click.option("--without", multiple=True, type=click.Choice(CHANGES), help="Leave out one of the changes to vllm serve. Repeatable.")
+@click.option("--without", multiple=True, type=click.Choice((*CHANGES, "preload")), help="Leave out one of the changes. Repeatable.")
 @click.option("--upstream", metavar="URL", help="Of another HTTP server: where it listens.")
 @click.option("--health", default="/health", show_default=True, metavar="PATH", help="With --upstream: answers 200 when it can serve.")
 @click.option("--listen", metavar="[HOST:]PORT", help="Where the gate listens. [default: vllm's --host and --port; 127.0.0.1:8000]")
@@ -151,6 +152,8 @@ def run(
             prepared = vllm.Prepared(command, {}, gate=kind == "url")
             if kind == "vllm":
                 prepared = vllm.prepare(command, os.environ, socket, without)
+            if "preload" not in without:
+                prepared = _with_library(prepared)
             rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
             policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe)
             sharing = Sharing(share, pin, least_awake_s)
@@ -256,6 +259,18 @@ def _address(text: str, option: str) -> tuple[str, int]:
     if not port.isdecimal() or int(port) > 65535:
         raise errors.Usage(f"{option} {text}: [HOST:]PORT")
     return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _with_library(prepared: vllm.Prepared) -> vllm.Prepared:
+    """*prepared*, with the preload library, where it is there and wanted."""
+    from gpuckpt.image import preload
+
+    if why := preload.problem():
+        wanted = os.environ.get(preload.VARIABLE) != "0"
+        return dataclasses.replace(prepared, warnings=(*prepared.warnings, f"preload library off: {why}") if wanted else prepared.warnings)
+    ours = preload.environment()["LD_PRELOAD"]
+    changes = {**prepared.changes, "preload": "LD_PRELOAD: suspends take less time"}
+    return dataclasses.replace(prepared, environ={**prepared.environ, "LD_PRELOAD": ours}, changes=changes)
 
 
 def _plan(prepared: vllm.Prepared, options: Options) -> Report:

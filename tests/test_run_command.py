@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpuckpt import errors
+from gpuckpt.image import preload
 from gpuckpt.supervisor import paths, places, vllm
 from gpuckpt.supervisor.traffic import Expired, Full, Traffic, Unavailable
 
@@ -141,15 +142,29 @@ def test_a_bad_port(port: str) -> None:
 def test_the_dry_run_starts_nothing(machine: Machine) -> None:
     runtime = machine.path / "runtime"
     words = ("run", "--dry-run", "--", "vllm", "serve", "Qwen/Qwen3-8B", "--port", "8123")
-    result = machine.gpuckpt(*words, json=False, GPUCKPT_RUNTIME_DIR=str(runtime))
+    result = machine.gpuckpt(*words, json=False, GPUCKPT_RUNTIME_DIR=str(runtime), GPUCKPT_PRELOAD="0")
     assert result.code == 0
     assert "VLLM_SERVER_DEV_MODE=1\nvllm serve Qwen/Qwen3-8B --uds " in result.stdout
     assert "name Qwen3-8B, adapter vllm, gate on " in result.stdout
     assert ":8123" in result.stdout
     assert not runtime.exists()
-    document = machine.gpuckpt("run", "--json", *words[1:], json=False, GPUCKPT_RUNTIME_DIR=str(runtime)).document
+    document = machine.gpuckpt("run", "--json", *words[1:], json=False, GPUCKPT_RUNTIME_DIR=str(runtime), GPUCKPT_PRELOAD="0").document
     assert document["command_line"][:3] == ["vllm", "serve", "Qwen/Qwen3-8B"]
     assert (document["dry_run"], document["adapter"], document["environment"]) == (True, "vllm", {"VLLM_SERVER_DEV_MODE": "1"})
+
+
+@pytest.mark.skipif(bool(preload.problem()), reason="installed without a compiler")
+def test_the_preload_library(machine: Machine) -> None:
+    """Any command gets it, before what the user preloads; it can be left out."""
+
+    def environment(*options: str) -> dict[str, str]:
+        runtime = {"GPUCKPT_RUNTIME_DIR": str(machine.path / "r"), "LD_PRELOAD": ""}
+        document = machine.gpuckpt("run", "--json", "--dry-run", *options, "--", "true", json=False, **runtime).document
+        assert ("preload" in document["changes"]) == ("LD_PRELOAD" in document["environment"])
+        return document["environment"]
+
+    assert environment() == {"LD_PRELOAD": str(preload.library())}
+    assert environment("--without", "preload") == {}
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ async def _one_life(
     lease = await _unless_told_to_end(_make_room_to_start(options, prepared, environ), signals) if options.sharing.shares else None
     adopt_at = place.keeper if options.keep_child else None
     child = await Child.start(prepared.command, {**environ, **prepared.environ}, name_fd=place.lock_fd, adopt_at=adopt_at)
-    log.info("started pid %d as run %s", child.pid, options.name)
+    log.info("started pid %d as run %s%s", child.pid, options.name, ", preload library on" if "preload" in prepared.changes else "")
     supervised = _Supervised(options, prepared, place, child)
     if lease is not None:
         supervised.run.stand_by(_release_when_started(supervised.run, lease))
