@@ -331,6 +331,15 @@ def nccl_run(nccl_fakes: Path, tmp_path: Path) -> Callable[..., Any]:
     return lambda code, **environ: program(nccl_fakes, tmp_path / "nccl.log", code, environ)
 
 
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """A command leaves signals ignored when it is done; run inside a test it would leave them so for every test after it."""
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {s: signal.getsignal(s) for s in watched}
+    yield
+    assert {s: signal.getsignal(s) for s in watched} == before
+
+
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program under test with the preload library, its libcuda, and other preload libraries."""

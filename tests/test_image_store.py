@@ -129,7 +129,8 @@ def test_root_keeps_the_image_of_a_user_or_container(image_folder: Path, where: 
     place.mkdir(mode=0o700 if where == "closed" else 0o755)
     hides = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs none {place} && exec "$0"')
     folder = Path(shutil.copytree(image_folder, top / "built"))
-    program = Program(folder, preload.environment(), hides if where == "another" else AS_USER)
+    library = shutil.copy(preload.library() or "", folder)  # where gpuckpt is installed may be closed to the user
+    program = Program(folder, {**os.environ, "LD_PRELOAD": str(library)}, hides if where == "another" else AS_USER)
     try:
         suspended = Suspended(program, place)
         suspended.keep()

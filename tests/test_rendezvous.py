@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuckpt.model import State
-from tests.conftest import eventually
+from tests.conftest import Machine, eventually
 from tests.hosts import Cluster
 
 RUNNING, LOCKED, CHECKPOINTED = State.RUNNING, State.LOCKED, State.CHECKPOINTED
@@ -337,15 +336,6 @@ def test_where_others_can_write_a_key_is_needed(cluster: Make, tmp_path: Path) -
         ("--rendezvous", "c10d://localhost:1/y", "--nodes", "2", "--rendezvous-key", "/nowhere"),
     ],
 )
-def test_words_that_make_no_sense(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from click.testing import CliRunner
-
-    from gpuckpt.cli import common
-    from gpuckpt.cli.suspend import suspend
-
-    monkeypatch.setenv("GPUCKPT_SIMULATE", "/nowhere")
-    seen = []
-    monkeypatch.setattr(common.os, "_exit", lambda code: seen.append(code) or (_ for _ in ()).throw(SystemExit(code)))
-    result = CliRunner().invoke(suspend, ["1", *words, "--json"])
-    assert result.exit_code == 2, result.output
-    assert json.loads(result.stdout)["error"]["code"] == "usage"
+def test_words_that_make_no_sense(words: tuple[str, ...], machine: Machine) -> None:
+    result = machine.gpuckpt("suspend", "1", *words)
+    assert (result.code, result.error["code"]) == (2, "usage")
