@@ -14,14 +14,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpuckpt import claims, errors, keeping, plan
+from gpuckpt import claims, errors, keeping, plan, refusals
 from gpuckpt.agent.client import AgentPending, Agents, Hello
 from gpuckpt.claims import FileClaim
-from gpuckpt.driver.api import OLDEST_CUDA, CallError, Devices
+from gpuckpt.driver.api import CallError, Devices
 from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
-from gpuckpt.journal import Journal, Record, no_process, state_directory, void_words
+from gpuckpt.journal import Journal, Record, state_directory, void_words
 from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, HostRoom, Inventory, ProcessId, Rank, State
 
 #: How long the driver may take to tell a state before it counts as blocked, in seconds. It answers in 2 ms.
@@ -116,16 +116,16 @@ class LocalWorld:
     # Looking.
 
     def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
-        self._check_driver()
+        refusals.check_driver(self.devices.version())
         gpus = self.devices.gpus()
         held = self.devices.processes()
         procs = processes.table()
         void = self.void()
         for target in targets:
-            self._check_target(target, procs, void)
+            refusals.check_target(target, self.me.pid, self.command, procs, void)
         members, related = self._group(targets, procs, held, tree)
         if not members:
-            self._explain_nothing(targets)
+            refusals.explain_nothing(targets, self.command)
         for p in members.values():
             uid = processes.uid_of(p.pid)
             if os.geteuid() not in (0, uid):
@@ -331,55 +331,6 @@ class LocalWorld:
                 pid=holder,
             )
         self.wait((), min(until, self.now() + _POLL_S))
-
-    # Saying no.
-
-    def _check_driver(self) -> None:
-        version = self.devices.version()
-        if version.cuda < OLDEST_CUDA:
-            raise errors.DriverTooOld(
-                f"the NVIDIA driver {version.package} (CUDA {version.cuda[0]}.{version.cuda[1]}) cannot checkpoint processes: that takes "
-                f"CUDA {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]}; nothing was touched",
-                hint="update the NVIDIA driver to 570 or newer; gpuckpt doctor explains",
-            )
-
-    def _check_target(self, pid: int, procs: dict[int, Proc], void: Sequence[Record]) -> None:
-        if pid in procs:
-            if pid == 1:
-                raise errors.ProtectedProcess("pid 1 is init: it is never suspended", hint="gpuckpt ps lists what can be", pid=1)
-            if pid == self.me.pid:
-                raise errors.ProtectedProcess(f"pid {pid} is gpuckpt itself", hint="gpuckpt ps lists what can be suspended", pid=pid)
-            if pid in processes.ancestors(self.me.pid, procs):
-                raise errors.ProtectedProcess(
-                    f"pid {pid} ({processes.command(pid)}) started this gpuckpt: suspending it would stop the command as well",
-                    hint="run gpuckpt from outside of it, or name one of its children",
-                    pid=pid,
-                )
-            if processes.is_kernel_thread(pid):
-                raise errors.NotAProcess(f"pid {pid} is a kernel thread", hint="gpuckpt ps lists what can be suspended", pid=pid)
-            return
-        group = processes.thread_group(pid)
-        if group is not None and group != pid:
-            raise errors.NotAProcess(
-                f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt {self.command} {group}", pid=pid
-            )
-        raise errors.NoSuchProcess(no_process(pid, void), hint="gpuckpt ps lists what can be suspended", pid=pid)
-
-    def _explain_nothing(self, targets: Sequence[int]) -> None:
-        for pid in targets:
-            uid = processes.uid_of(pid)
-            if os.geteuid() not in (0, uid):
-                raise errors.PermissionDenied(
-                    f"pid {pid} ({processes.command(pid)}) belongs to {processes.user_name(uid)}; nothing was touched",
-                    hint=f"sudo gpuckpt {self.command} {pid}",
-                    pid=pid,
-                )
-        names = ", ".join(f"{p} ({processes.command(p)})" for p in targets)
-        raise errors.NoCudaState(
-            f"neither {names} nor any process that belongs to it holds GPU memory",
-            hint="gpuckpt ps lists the processes on the GPUs",
-            pid=targets[0],
-        )
 
     def _host_room(self, members: Sequence[GpuProcess]) -> tuple[int, HostRoom | None, list[Hazard]]:
         """Host bytes that a checkpoint needs, the tightest room there is, and a hazard for each limit that it would break."""

@@ -13,11 +13,11 @@ from typing import NoReturn
 from gpuckpt import errors, keeping, plan, room
 from gpuckpt.barrier import END
 from gpuckpt.errors import GpuckptError
-from gpuckpt.group import Group, as_found, as_member, total_retained, waits_for_others
+from gpuckpt.group import as_member, total_retained, waits_for_others
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, GpuReport, Inventory, ProcessId, ProcessReport, Report, State, Status
+from gpuckpt.model import Call, Inventory, ProcessId, Report, State, Status
+from gpuckpt.reporting import Reporting
 from gpuckpt.walk import Failure
-from gpuckpt.words import word
 
 #: How long a roll-back waits for room on its GPUs before it leaves the processes suspended, in seconds.
 UNDO_WAIT_S = 30.0
@@ -25,7 +25,7 @@ UNDO_WAIT_S = 30.0
 RETAINED_LEAST_BYTES = 64 << 20
 
 
-class Operation(Group):
+class Operation(Reporting):
     """One command on one group. An instance is used once."""
 
     # The three commands.
@@ -382,64 +382,3 @@ class Operation(Group):
         unfinished_elsewhere = self.command == "resume" and self.barrier.several and self.barrier.committed
         self._write_down(goal, held=isinstance(error, errors.Held) or unfinished_elsewhere)
         raise self._with_report(error)
-
-    def _with_report(self, error: GpuckptError) -> GpuckptError:
-        error.report = self._report(ok=False, error=error)
-        self._close(error.code)
-        return error
-
-    def _already(self, inventory: Inventory) -> Report:
-        self.now = self.now or {p.id: p.state for p in inventory.processes}
-        known = {m.id: m for r in self.world.journal.records() for m in r.members}
-        rows = []
-        for p, row in zip(inventory.processes, as_found(inventory), strict=True):
-            kept = keeping.Kept.of(self, p.id, known.get(p.id), row.host_bytes) if p.state is State.CHECKPOINTED else keeping.NOWHERE
-            rows.append(dataclasses.replace(row, host_bytes=kept.host_bytes, disk_bytes=kept.disk_bytes, image=kept.image))
-        report = Report(
-            self.command,
-            True,
-            self.world.simulated,
-            tuple(rows),
-            self.seconds(),
-            tuple(self.steps),
-            warnings=tuple(self.warnings),
-            already=True,
-        )
-        self._close("already")
-        return report
-
-    def _finish(self) -> Report:
-        report = self._report(ok=True)
-        self._close("done")
-        return report
-
-    def _report(self, *, ok: bool, error: GpuckptError | None = None) -> Report:
-        assert self.record is not None
-        held = self.world.held()
-        rows, retained = [], dict(self.record.retained)
-        for m in self.record.members:
-            state = self.now.get(m.id, State.GONE)
-            called = "lost" if m.lost and state is not State.GONE else word(state)
-            here = held.get(m.id.pid, {}) if state is not State.GONE else {}
-            gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus}
-            for uuid, nbytes in here.items():
-                gpus[uuid] = GpuReport(uuid, gpus[uuid].bytes_before if uuid in gpus else 0, nbytes)
-            down = state is State.CHECKPOINTED
-            image = keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if down else keeping.NOWHERE
-            kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if state is State.CHECKPOINTED else 0
-            where = (image.host_bytes, kept, m.lost or m.waiting, image.disk_bytes, image.image)
-            rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
-        return Report(
-            self.command,
-            ok,
-            self.world.simulated,
-            tuple(rows),
-            self.seconds(),
-            tuple(self.steps),
-            self.hazards,
-            tuple(self.warnings),
-            error=error.as_dict() if error else None,
-        )
-
-    def _close(self, outcome: str) -> None:
-        self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()})

@@ -1,0 +1,76 @@
+"""What a command answers with: the group as it is now, each process by name, state and bytes, and why if it failed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpuckpt import keeping
+from gpuckpt.errors import GpuckptError
+from gpuckpt.group import Group, as_found
+from gpuckpt.model import GpuReport, Inventory, ProcessReport, Report, State
+from gpuckpt.words import word
+
+
+class Reporting(Group):
+    """The end of a command: its report, and a line in the audit log."""
+
+    def _with_report(self, error: GpuckptError) -> GpuckptError:
+        error.report = self._report(ok=False, error=error)
+        self._close(error.code)
+        return error
+
+    def _already(self, inventory: Inventory) -> Report:
+        self.now = self.now or {p.id: p.state for p in inventory.processes}
+        known = {m.id: m for r in self.world.journal.records() for m in r.members}
+        rows = []
+        for p, row in zip(inventory.processes, as_found(inventory), strict=True):
+            kept = keeping.Kept.of(self, p.id, known.get(p.id), row.host_bytes) if p.state is State.CHECKPOINTED else keeping.NOWHERE
+            rows.append(dataclasses.replace(row, host_bytes=kept.host_bytes, disk_bytes=kept.disk_bytes, image=kept.image))
+        report = Report(
+            self.command,
+            True,
+            self.world.simulated,
+            tuple(rows),
+            self.seconds(),
+            tuple(self.steps),
+            warnings=tuple(self.warnings),
+            already=True,
+        )
+        self._close("already")
+        return report
+
+    def _finish(self) -> Report:
+        report = self._report(ok=True)
+        self._close("done")
+        return report
+
+    def _report(self, *, ok: bool, error: GpuckptError | None = None) -> Report:
+        assert self.record is not None
+        held = self.world.held()
+        rows, retained = [], dict(self.record.retained)
+        for m in self.record.members:
+            state = self.now.get(m.id, State.GONE)
+            called = "lost" if m.lost and state is not State.GONE else word(state)
+            here = held.get(m.id.pid, {}) if state is not State.GONE else {}
+            gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus}
+            for uuid, nbytes in here.items():
+                gpus[uuid] = GpuReport(uuid, gpus[uuid].bytes_before if uuid in gpus else 0, nbytes)
+            down = state is State.CHECKPOINTED
+            image = keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if down else keeping.NOWHERE
+            kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if state is State.CHECKPOINTED else 0
+            where = (image.host_bytes, kept, m.lost or m.waiting, image.disk_bytes, image.image)
+            rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
+        return Report(
+            self.command,
+            ok,
+            self.world.simulated,
+            tuple(rows),
+            self.seconds(),
+            tuple(self.steps),
+            self.hazards,
+            tuple(self.warnings),
+            error=error.as_dict() if error else None,
+        )
+
+    def _close(self, outcome: str) -> None:
+        self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()})
