@@ -81,6 +81,13 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
 @click.option("--hold-comments", "comments_s", type=Duration(), metavar="DURATION", help="Send held streams an SSE comment this often.")
 @click.option("--admin", metavar="HOST:PORT", help="Where vLLM's /sleep, /wake_up and /is_sleeping suspend and resume the run.")
 @click.option("--admin-token-file", metavar="FILE", help="With --admin: holds the bearer token; readable by its owner only.")
+@click.option(
+    "--keep-in",
+    default="ram",
+    show_default=True,
+    metavar="DIR",
+    help="While it is suspended, keep what was on the GPUs in a file in DIR instead of in host memory. It takes the preload library.",
+)
 @click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
 @click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the final command and what is added to its environment. Starts nothing.")
@@ -111,6 +118,7 @@ def run(
     comments_s: float | None,
     admin: str | None,
     admin_token_file: str | None,
+    keep_in: str,
     keep_child: bool,
     accept_loss: tuple[str, ...],
     dry_run: bool,
@@ -155,7 +163,9 @@ def run(
             if "preload" not in without:
                 prepared = _with_library(prepared)
             rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
-            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe)
+            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe, keep_in)
+            if keep_in != "ram":
+                _check_place(keep_in, prepared)
             sharing = Sharing(share, pin, least_awake_s)
             where = _listen(listen, prepared, kind)
             return prepared, Options(
@@ -271,6 +281,14 @@ def _with_library(prepared: vllm.Prepared) -> vllm.Prepared:
     ours = preload.environment()["LD_PRELOAD"]
     changes = {**prepared.changes, "preload": "LD_PRELOAD: suspends take less time"}
     return dataclasses.replace(prepared, environ={**prepared.environ, "LD_PRELOAD": ours}, changes=changes)
+
+
+def _check_place(directory: str, prepared: vllm.Prepared) -> None:
+    """What would refuse every suspend is refused before anything is started."""
+    if "preload" not in prepared.changes:
+        raise errors.Usage("--keep-in takes the preload library, and it is off; nothing was started", hint="gpuckpt doctor")
+    if not (os.path.isdir(directory) and os.access(directory, os.W_OK)):  # noqa: PTH112
+        raise errors.Usage(f"--keep-in {directory}: no directory that can be written; nothing was started")
 
 
 def _plan(prepared: vllm.Prepared, options: Options) -> Report:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuckpt import errors
 from gpuckpt.cli.common import Size
+from gpuckpt.image import preload
 from gpuckpt.supervisor.budget import Budget
 from tests.conftest import COMMAND, Machine, eventually
 from tests.serving import Stage, stage
@@ -37,6 +39,30 @@ def test_what_does_not_fit_is_refused_and_names_who_holds_it(stage: Stage) -> No
     metrics = away.get("/metrics").body
     assert gpu + b"0.0" in metrics
     assert b"gpuckpt_host_bytes 8.589934592e+09" in metrics
+
+
+@pytest.mark.skipif(bool(preload.problem()), reason="installed without a compiler")
+def test_an_image_on_disk_takes_no_host_memory(stage: Stage, image_folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "images"
+    place.mkdir()
+    run = stage.run("--keep-in", str(place), LD_PRELOAD=str(image_folder / "libcuda.so.1")).awake().suspended()
+    assert b"gpuckpt_host_bytes 0.0" in run.get("/metrics").body
+    status = stage.gpuckpt("status", str(run.child)).document["processes"]
+    assert [(p["state"], p["host_bytes"], p["disk_bytes"]) for p in status] == [("suspended", 0, 8 << 30)]
+    assert run.complete(id=1).status == 200
+    place.rmdir()
+    result = stage.gpuckpt("suspend", "m")
+    assert (result.code, result.error["code"]) == (6, "image-directory")
+    assert run.complete(id=2).status == 200
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(("--keep-in", "/nowhere"), "no directory"), (("--keep-in", "/tmp", "--without", "preload"), "preload library")]
+)
+def test_a_place_that_would_never_do_is_refused_at_once(machine: Machine, words: tuple[str, ...], said: str) -> None:
+    result = machine.gpuckpt("run", *words, "--", "true", json=False, GPUCKPT_RUNTIME_DIR=str(machine.path / "r"))
+    assert result.code == 125
+    assert said in result.stderr
 
 
 def test_the_budget(machine: Machine) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Collection
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
+from gpuckpt.keeping import RAM
 from gpuckpt.model import Report
 from gpuckpt.supervisor.budget import HINT, Budget
 from gpuckpt.supervisor.model import Server
 from gpuckpt.supervisor.operate import Worker, held_bytes
+
+log = logging.getLogger("gpuckpt.run")
 
 
 class Holdings:
@@ -18,8 +23,8 @@ class Holdings:
     ``down`` says whether its GPU state may be elsewhere than on its GPUs. The GPUs of a resume are held until :meth:`let_go`.
     """
 
-    def __init__(self, child: int, *, timeout_s: float | None, accept: Collection[str]) -> None:
-        self._child, self._timeout_s, self._accept = child, timeout_s, accept
+    def __init__(self, child: int, *, timeout_s: float | None, accept: Collection[str], keep_in: str = RAM) -> None:
+        self._child, self._timeout_s, self._accept, self._keep_in = child, timeout_s, accept, keep_in
         self.budget = Budget()
         self.down = False
         self.pids: list[int] = []  # that the last suspend took off their GPUs
@@ -50,6 +55,7 @@ class Holdings:
         self._slept_bytes = max(self._slept_bytes, taken)
 
     async def suspend(self) -> Report:
+        """An image that cannot be moved to disk stays in host memory: it is suspended all the same."""
         async with self.budget.deciding() as decided:
 
             def told(step: str, text: str) -> None:
@@ -60,6 +66,11 @@ class Holdings:
             left = await self.budget.left(self._slept_bytes)
             try:
                 report = await self._move("suspend", [self._child], worker=Worker(told), host_left=left)
+            except errors.ImageNotStored as e:
+                if e.report is None:
+                    raise
+                log.warning("%s", e.message)
+                report = dataclasses.replace(e.report, ok=True, error=None, warnings=(*e.report.warnings, e.message))
             except GpuckptError as e:
                 self.host_bytes = self.host_bytes if self.down else 0
                 if isinstance(e, errors.HostMemory) and not e.hint.endswith(HINT):
@@ -134,6 +145,7 @@ class Holdings:
                 accept=accept,
                 reserved=self.asleep_bytes if command in ("resume", "room") else {},
                 host_left=host_left,
+                keep_in=self._keep_in,
             )
         finally:
             if command in ("look", "check"):

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from gpuckpt.keeping import RAM
+
 
 class RunState(enum.StrEnum):
     STARTING = "starting"
@@ -47,3 +49,4 @@ class Policy:
     accept: frozenset[str] = frozenset()
     rehearse: bool = False  # suspend and resume once before it is ready
     probe: bool = False  # compare the answer to a golden prompt after each resume
+    keep_in: str = RAM  # or a directory: where the image lies while it is suspended

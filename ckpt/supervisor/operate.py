@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from gpuckpt import errors
+from gpuckpt.keeping import RAM
 from gpuckpt.model import GpuReport, Hazard, ProcessReport, Report, Step
 
 #: How long an operation may take at the very most, in seconds. It has deadlines of its own; this is for where it never gets to them.
@@ -49,19 +50,21 @@ class Worker:
         accept: Collection[str] = (),
         reserved: Mapping[str, int] | None = None,
         host_left: tuple[int, str] | None = None,
+        keep_in: str = RAM,
     ) -> Report:
         """Suspend or resume the tree of *pids*; "check" whether a suspend would be refused; "look" what they hold; hold GPUs once
         they have "room"; or name the "gpus".
 
         *reserved*: bytes on each GPU that a resume must find free beyond what the driver puts back. *host_left*: bytes of host memory
         that a suspend may take, and in words why not more; what it will take is told as the step "host-memory", before it locks.
+        *keep_in*: where a suspend leaves the image.
 
         Raises what the operation raised, with its ``report`` if it had begun to act.
 
         Raises :class:`gpuckpt.errors.InFlight` where it does not answer within :data:`LIMIT_S`; it is left to itself then.
         """
         order: dict[str, Any] = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
-        order |= {"reserved": dict(reserved or {}), "host_left": host_left}
+        order |= {"reserved": dict(reserved or {}), "host_left": host_left, "keep_in": keep_in}
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # nothing in the directory where we were started takes the place of a module
@@ -179,6 +182,7 @@ def _operate(
     accept: list[str],
     reserved: dict[str, int],
     host_left: tuple[int, str] | None,
+    keep_in: str,
 ) -> Report:
     from gpuckpt.group import as_found
     from gpuckpt.operation import Operation
@@ -199,7 +203,7 @@ def _operate(
             if command == "check":
                 operation.refuse(inventory)
             return Report(command, True, world.simulated, tuple(as_found(inventory)))
-        return operation.suspend(pids) if command == "suspend" else operation.resume(pids, wait_s=wait_s)
+        return operation.suspend(pids, keep_in=keep_in) if command == "suspend" else operation.resume(pids, wait_s=wait_s)
 
 
 def _tell(progress: Any) -> None:
