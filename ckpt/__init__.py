@@ -49,6 +49,7 @@ def suspend(
     tree: bool = True,
     accept_loss: Collection[str] = (),
     keep_in: str = "ram",
+    oom_score_adj: int | None = None,
     tell: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Move everything that the groups of *pids* hold on their GPUs to host memory.
@@ -66,6 +67,8 @@ def suspend(
         Kinds of hazards taken on, such as ``"possible-import"``.
     keep_in
         A directory: the images are moved into files there, and their host memory given back. "ram": they stay in host memory.
+    oom_score_adj
+        Of the processes while they are suspended, -1000 to 1000: whom the kernel ends first where memory runs out.
     tell
         Called with a :class:`gpuckpt.walk.Progress` while driver calls run.
 
@@ -83,7 +86,7 @@ def suspend(
 
     with LocalWorld() as world, world.interruptible(restore=True):
         return Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell).suspend(
-            pids, tree=tree, keep_in=keep_in
+            pids, tree=tree, keep_in=keep_in, oom_score_adj=oom_score_adj
         )
 
 

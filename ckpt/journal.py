@@ -38,6 +38,7 @@ class Member:
     agent: bool = False  # it has one, which holds it at its safe point
     waiting: str = ""  # "lock by caller 4242": a call that had not returned when its controller left
     image: Mapping[str, Any] | None = None  # where it is kept on disk: written down before the file is made
+    oom_score_adj: int | None = None  # what it had before it was changed for the time of its suspension
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +211,7 @@ def _record(document: dict[str, Any]) -> Record:
             m.get("agent", False),
             m["waiting"],
             m.get("image"),
+            m.get("oom_score_adj"),
         )
         for m in document["members"]
     )

@@ -272,8 +272,9 @@ class LocalWorld:
         return self.devices.image(process) if processes.is_same(process) else {}
 
     def describe(self, pid: int) -> str:
-        uid = processes.uid_of(pid)
-        return f"pid {pid} ({processes.command(pid)}, {processes.user_name(uid)})" if uid >= 0 else f"pid {pid}"
+        uid, run = processes.uid_of(pid), processes.run_of(pid)
+        of_run = f", run {run}" if run else ""
+        return f"pid {pid} ({processes.command(pid)}, {processes.user_name(uid)}{of_run})" if uid >= 0 else f"pid {pid}"
 
     def age_s(self, pid: int) -> float | None:
         proc = processes.read(pid)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from gpuckpt import errors, keeping, plan, room
+from gpuckpt import errors, keeping, plan, room, sparing
 from gpuckpt.barrier import END
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import as_member, total_retained, waits_for_others
@@ -30,8 +30,10 @@ class Operation(Reporting):
 
     # The three commands.
 
-    def suspend(self, targets: Sequence[int], *, tree: bool = True, keep_in: str = keeping.RAM) -> Report:
+    def suspend(self, targets: Sequence[int], *, tree: bool = True, keep_in: str = keeping.RAM, oom_score_adj: int | None = None) -> Report:
         """Checkpoint the group of *targets*, and keep its images in the directory *keep_in*, or in host memory.
+
+        While it is suspended it has *oom_score_adj*, if one is given.
 
         Raises a :class:`GpuckptError` whose ``report`` tells how each process was left.
         """
@@ -49,6 +51,8 @@ class Operation(Reporting):
                 self.world.journal.prepare()
                 already = self.join(inventory, targets[0], already=already, part=part, nbytes=sum(p.nbytes for p in inventory.processes))
             if already:
+                if oom_score_adj is not None:
+                    self.warnings.append("it was suspended before: its oom_score_adj stays as it is")
                 return self._already(inventory) if keep_in == keeping.RAM else self._keep(targets, tree, keep_in, inventory)
             self._begin(inventory)
             try:
@@ -62,6 +66,8 @@ class Operation(Reporting):
             except BaseException as cause:  # noqa: BLE001 - whatever broke, the processes go back first
                 self._undo(GpuckptError(f"{type(cause).__name__}: {cause}"))
             self.save(status=Status.SUSPENDED)
+            if oom_score_adj is not None:
+                sparing.spare(self, oom_score_adj)
             return self._kept(keep_in)
 
     def resume(
@@ -206,6 +212,7 @@ class Operation(Reporting):
                     gpus=p.gpus or before.gpus,
                     lost=before.lost,
                     image=before.image,
+                    oom_score_adj=before.oom_score_adj,
                 )
             )
         on = {g.uuid for m in members for g in m.gpus}
@@ -366,6 +373,7 @@ class Operation(Reporting):
         that they are *held*: other hosts still need this one's part to go on."""
         assert self.record is not None
         keeping.tidy(self)
+        sparing.tidy(self)
         down = [m for m in self.record.members if m.lost or self.now.get(m.id) in (State.CHECKPOINTED, State.GONE)]
         unfinished = any(self.now.get(p) not in (s, State.GONE) for p, s in goal.items())
         if unfinished and (self.command == "suspend" or len(down) < len(self.record.members)):

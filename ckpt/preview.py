@@ -14,7 +14,14 @@ from gpuckpt.words import word
 class Preview(Group):
     """Has the same commands as :class:`gpuckpt.operation.Operation`, and only looks."""
 
-    def suspend(self, targets: Sequence[int], *, tree: bool = True, keep_in: str = keeping.RAM) -> Report:
+    def suspend(
+        self,
+        targets: Sequence[int],
+        *,
+        tree: bool = True,
+        keep_in: str = keeping.RAM,
+        oom_score_adj: int | None = None,  # noqa: ARG002 - as the operation has it
+    ) -> Report:
         """What a suspend would do; ``details["plan"]`` has it. Touches nothing."""
         inventory = self.inspect(targets, tree)
         self.set_deadline(sum(p.nbytes for p in inventory.processes))

@@ -30,6 +30,12 @@ from gpuckpt.words import size
     metavar="DIR",
     help="Keep what was on the GPUs in a file in DIR, and give the host memory back. Takes programs started by `gpuckpt exec`.",
 )
+@click.option(
+    "--oom-score-adj",
+    type=click.IntRange(-1000, 1000),
+    metavar="N",
+    help="While it is suspended, the kernel's out-of-memory killer takes it last (-1000: never) or first (1000). [default: as it is]",
+)
 @timeout_option
 @json_option
 def suspend(
@@ -42,6 +48,7 @@ def suspend(
     node_rank: int | None,
     rendezvous_key: str | None,
     keep_in: str,
+    oom_score_adj: int | None,
     timeout_s: float | None,
     as_json: bool,
 ) -> None:
@@ -78,7 +85,7 @@ def suspend(
             kind = Preview if dry_run else Operation
             accept = frozenset(accept_loss)
             operation = kind(world, "suspend", timeout_s=timeout_s, accept=accept, tell=bar.tell, watch=bar.watch, barrier=barrier)
-            return operation.suspend(pids(targets), tree=not no_tree, keep_in=keep_in)
+            return operation.suspend(pids(targets), tree=not no_tree, keep_in=keep_in, oom_score_adj=oom_score_adj)
 
     execute("suspend", as_json, body, show_plan if dry_run else show)
 

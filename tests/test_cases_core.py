@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuckpt.model import State
+from gpuckpt.model import Call, State
 from tests.conftest import eventually
 from tests.test_cli_concurrent import waits_for
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.conftest import Machine, Target
 
 
 def test_a_failed_memory_query_is_not_an_empty_card(machine: Machine) -> None:
@@ -54,6 +54,41 @@ def test_a_card_that_falls_off_the_bus(machine4: Machine) -> None:
     machine4.gpu(2, lost=False)
     assert machine4.gpuckpt("resume", two.pid).code == 0
     assert two.unharmed()
+
+
+def oom_score_adj(target: Target) -> int:
+    return int(Path(f"/proc/{target.pid}/oom_score_adj").read_text())
+
+
+def test_the_largest_process_can_be_spared(machine: Machine) -> None:
+    """case 37, rfjakob/earlyoom#155: with its image in host memory a process is the largest, and the killer takes it first."""
+    one, two = machine.target("--gib", "2"), machine.target("--gib", "1")
+    before = oom_score_adj(one)
+    asked = min(1000, before + 300)  # up: to go down takes a capability
+    down = machine.gpuckpt("suspend", "--no-tree", "--accept-loss", "possible-import", one.pid, "--oom-score-adj", str(asked))
+    assert (down.code, oom_score_adj(one), oom_score_adj(two)) == (0, asked, before)
+    again = machine.gpuckpt("suspend", one.pid, "--no-tree", "--oom-score-adj", "0")
+    assert (again.code, oom_score_adj(one)) == (0, asked)
+    assert "stays as it is" in again.document["warnings"][0]
+    assert machine.gpuckpt("resume", one.pid).code == 0
+    assert oom_score_adj(one) == before
+    assert one.unharmed()
+    assert machine.gpuckpt("suspend", one.pid, "--oom-score-adj", "1001").code == 2
+
+
+def test_a_spared_process_is_set_back_by_recover(machine: Machine) -> None:
+    target = machine.target("--gib", "2")
+    before = oom_score_adj(target)
+    assert machine.gpuckpt("suspend", target.pid, "--oom-score-adj", str(min(1000, before + 300))).code == 0
+    machine.slow(0.5)
+    running = machine.begin("resume", target.pid)
+    eventually(lambda: target.under_way(Call.RESTORE), "the restore begins")
+    running.process.kill()
+    running.end()
+    eventually(lambda: not machine.world.peek().operations, "the driver completes what was begun")
+    assert machine.gpuckpt("recover").code == 0
+    assert oom_score_adj(target) == before
+    assert target.unharmed()
 
 
 def test_suspended_processes_are_remembered(machine: Machine) -> None:

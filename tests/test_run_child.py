@@ -234,6 +234,25 @@ def test_no_room_at_resume(stage: Stage) -> None:
     assert not run.notes("computed asleep")
 
 
+def test_who_holds_the_card_is_named_with_its_run(stage: Stage) -> None:
+    """case 40, llm-d-fast-model-actuation#720: memory of a dead instance stayed, and nothing said whose it was. Nothing is ended for it."""
+    run = stage.run("--keep-child", name="other", fake=("--gib", "70")).awake()
+    child = run.child
+    assert stage.gpuckpt("suspend", "other").code == 0
+    away = stage.run("--hold", "300ms", name="m", fake=("--gib", "70")).awake().suspended()
+    assert stage.gpuckpt("resume", "other").code == 0
+    run.process.kill()
+    run.process.wait()
+    error = stage.gpuckpt("resume", "m").error
+    assert error["code"] == "gpu-memory"
+    assert f"pid {child} (" in error["message"]
+    assert "run other), started " in error["message"]
+    assert f"kill {child}" in error["hint"]
+    assert stage.machine.world.peek().rules.state(child) is State.RUNNING
+    os.kill(child, signal.SIGKILL)
+    eventually(lambda: away.complete(id=9).status == 200, "it serves again")
+
+
 def test_a_failed_restore_ends_the_run(stage: Stage) -> None:
     run = stage.run().awake().suspended()
     stage.machine.world.add_fault("restore", result="OUT_OF_MEMORY", times=9, before=False)

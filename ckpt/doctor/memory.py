@@ -108,7 +108,7 @@ def killers(subject: Subject) -> Iterator[Check]:
         if killer.name == "systemd-oomd":
             fix = "systemctl edit SERVICE, in [Service]: ManagedOOMPreference=omit"
         else:
-            fix = "sudo choom -n -800 -p PID; for earlyoom also --avoid '^(VLLM|python)' in EARLYOOM_ARGS of /etc/default/earlyoom"
+            fix = "sudo gpuckpt suspend PID --oom-score-adj -800; for earlyoom also --avoid '^(VLLM|python)' in EARLYOOM_ARGS of /etc/default/earlyoom"
         yield Check(
             "memory killers",
             "warning",

@@ -22,6 +22,8 @@ LAUNCHERS = frozenset(
 )
 #: The parent of a command that `gpuckpt run` supervises: what it started is one tree, and has nothing in common with other runs.
 KEEPER = "gpuckpt-keeper"
+#: What `gpuckpt run` puts its name into, for the command and all that it starts.
+RUN_VARIABLE = "GPUCKPT_RUN"
 SHELLS = frozenset("sh bash zsh fish dash tcsh csh ksh mksh nu xonsh pwsh".split())
 
 
@@ -91,6 +93,17 @@ def uid_of(pid: int) -> int:
     """Effective uid of *pid*; -1 if it is gone."""
     value = _status(pid, "Uid")
     return int(value.split()[1]) if value else -1
+
+
+def run_of(pid: int) -> str:
+    """The name of the `gpuckpt run` that *pid* belongs to, as its environment tells; "" for none, or where we may not look."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return ""
+    begin = f"{RUN_VARIABLE}="
+    found = next((v for v in environ.decode(errors="replace").split("\0") if v.startswith(begin)), begin)
+    return found[len(begin) :] if found.isprintable() else ""
 
 
 def user_name(uid: int) -> str:

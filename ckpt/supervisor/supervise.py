@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from gpuckpt import errors
+from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
 from gpuckpt.supervisor import adopt, idle, vllm
 from gpuckpt.supervisor.admin import Admin
@@ -126,7 +127,9 @@ async def _one_life(
         return await _live(supervised, signals)
     lease = await _unless_told_to_end(_make_room_to_start(options, prepared, environ), signals) if options.sharing.shares else None
     adopt_at = place.keeper if options.keep_child else None
-    child = await Child.start(prepared.command, {**environ, **prepared.environ}, name_fd=place.lock_fd, adopt_at=adopt_at)
+    child = await Child.start(
+        prepared.command, {**environ, **prepared.environ, RUN_VARIABLE: options.name}, name_fd=place.lock_fd, adopt_at=adopt_at
+    )
     log.info("started pid %d as run %s%s", child.pid, options.name, ", preload library on" if "preload" in prepared.changes else "")
     supervised = _Supervised(options, prepared, place, child)
     if lease is not None:
