@@ -108,7 +108,8 @@ def killers(subject: Subject) -> Iterator[Check]:
         if killer.name == "systemd-oomd":
             fix = "systemctl edit SERVICE, in [Service]: ManagedOOMPreference=omit"
         else:
-            fix = "sudo gpuckpt suspend PID --oom-score-adj -800; for earlyoom also --avoid '^(VLLM|python)' in EARLYOOM_ARGS of /etc/default/earlyoom"
+            avoid = "--avoid '^(VLLM|python)' in EARLYOOM_ARGS of /etc/default/earlyoom"
+            fix = f"sudo gpuckpt suspend PID --oom-score-adj -800; for earlyoom also {avoid}"
         yield Check(
             "memory killers",
             "warning",
