@@ -3,6 +3,8 @@
 A suspend that keeps them on disk is a suspend, and then two steps: ``store`` writes the files, ``drop`` gives the memory back. A resume
 has a step ``load`` before its restore. What can be found out beforehand (the directory, its room, the library in the process) is
 found before anything is locked; what fails later leaves the group suspended, in memory.
+
+What deals with files is imported where it is used: every command imports this module, and few have images on disk.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from typing import Any
 from gpuckpt import claims, errors, plan
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
-from gpuckpt.image import file, keeper, preload
-from gpuckpt.image.page import Unavailable
 from gpuckpt.journal import Member, Record
 from gpuckpt.model import Call, GpuProcess, Outcome, ProcessId, State
 from gpuckpt.walk import Failure, Walk
@@ -56,6 +56,9 @@ def refuse(walk: Walk, directory: str, processes: Iterable[GpuProcess]) -> None:
         return
     if not directory:
         raise errors.Usage("--keep-in: neither a directory nor ram", hint="gpuckpt suspend PID --keep-in DIR")
+    from gpuckpt.image import file, preload
+    from gpuckpt.image.page import Unavailable
+
     processes = list(processes)
     for p in processes:
         try:
@@ -94,6 +97,8 @@ def store(walk: Walk, directory: str) -> GpuckptError | None:
     members = [m for m in walk.record.members if walk.now.get(m.id) is State.CHECKPOINTED and not m.lost and not _on_disk(walk, m)]
     if directory == RAM or not members:
         return None
+    from gpuckpt.image import file
+
     place = Path(directory).absolute()
     spec = {"directory": str(place), "operation": os.urandom(6).hex()}
     for m in members:
@@ -149,15 +154,18 @@ def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
     """Remove files that no process needs: those of the dead beside any file that *records* name, all that the *void* ones name, and what
     was half-written when its gpuckpt was killed. Words for each.
     """
+    records, void = list(records), list(void)
+    if not any(m.image for r in (*records, *void) for m in r.members):
+        return []
+    from gpuckpt.image import file, keeper
+
     words, places = [], set()
-    records = list(records)
     for record in records:
         for m in record.members:
             if m.image is not None and "inode" not in m.image and not claims.taken(f"/proc/{m.id.pid}"):
                 keeper.let_go(m.id)
                 if _forget_file(m):
                     words.append(f"removed {m.image['path']}: half-written; the image of pid {m.id} is in its memory")
-    void = list(void)
     for record in void:
         for m in record.members:
             if m.image is not None and _forget_file(m):
@@ -183,6 +191,8 @@ def _forget_file(member: Member) -> bool:
     """Remove the file of *member*, if it has a name still, and one that we gave it."""
     if member.image is None:
         return False
+    from gpuckpt.image import file
+
     path = Path(member.image["path"])
     if not file.is_named(path, member.id, member.image["operation"]):
         return False
