@@ -175,6 +175,7 @@ class Operation(Reporting):
         assert record is not None
         self.record = record
         self.look()
+        self.refuse_unanswered()
         keeping.refuse(self, keep_in, inventory.processes)
         self.world.journal.prepare()
         self.save(required=True)

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -105,6 +106,12 @@ class Target:
     def tell(self, command: str) -> None:
         """Ask, and leave the answer for later."""
         os.write(self._stdin, command.encode() + b"\n")
+
+    def has_taken(self) -> bool:
+        """Whether it has read all that it was told."""
+        unread = bytearray(4)
+        fcntl.ioctl(self._stdin, termios.FIONREAD, unread)
+        return not any(unread)
 
     def unharmed(self) -> bool:
         """It runs, and computes on what it had."""

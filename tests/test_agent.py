@@ -99,6 +99,7 @@ def test_a_program_that_never_comes_to_its_safe_point(machine4: Machine) -> None
     ranks = job(machine4)
     machine4.world.make_busy(ranks[2].pid, 5.0)
     ranks[2].tell("check")  # stands in a CUDA call for five seconds
+    eventually(ranks[2].has_taken, "it is on its way there")
     result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "500ms")
     assert result.code == 124, result
     assert str(ranks[2].pid) in result.error["message"]
@@ -145,11 +146,13 @@ def test_a_controller_killed_before_disarm_is_not_missed(machine4: Machine, step
     if step == "quiesce":
         machine4.world.make_busy(ranks[2].pid, 5.0)
         ranks[2].tell("check")
+        eventually(ranks[2].has_taken, "it is on its way to a CUDA call")
     else:
         machine4.world.add_fault("comms", pid=ranks[2].pid, delay_s=2.0)
     running = machine4.begin("suspend", ranks[0].pid)
     if step == "quiesce":
-        eventually(lambda: "quiesced" in stages(ranks), "an agent has begun")
+        eventually(lambda: "quiesced" in stages(ranks) or running.process.poll() is not None, "an agent has begun")
+        assert running.process.poll() is None, running.end()
     else:  # the others wait for the slow one: every rank has been asked
         eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
     running.process.kill()

@@ -250,6 +250,16 @@ def test_killed_at_every_point(what: str, after_s: float, found: tuple[State, St
     assert killed > 60
 
 
+@pytest.mark.parametrize("found", [RUNNING, CHECKPOINTED])
+def test_stopped_at_every_point(found: State) -> None:
+    """SIGSTOP between any two steps of a suspend to disk, and of the move there of what was suspended before."""
+    step = Step("suspend", keep=True)
+    points = Player.of(Schedule((Proc(found=found),), ())).play(step).points
+    assert points > 15
+    for point in range(points):
+        check(Schedule((Proc(found=found),), (dataclasses.replace(step, events=(Event(point, "stop"),)),)))
+
+
 def run(count: int, commands: str, longest: int, who: SearchStrategy[tuple[Proc, ...]] | None = None) -> None:
     """Check *count* random schedules. A failing one is printed with what reproduces it."""
     ran = 0

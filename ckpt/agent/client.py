@@ -18,7 +18,7 @@ from gpuckpt.inspect import processes
 from gpuckpt.model import Call, Outcome, ProcessId, State
 
 #: How long an agent may take to say hello, or that it is ready, in seconds: its thread does nothing else.
-HELLO_DEADLINE_S = 2.0
+HELLO_DEADLINE_S = 5.0
 _ANSWER_MAX_BYTES = 1 << 20
 
 
