@@ -14,7 +14,8 @@ import gpuckpt.agent
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(rank)
-dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
+bound = {} if os.environ.get("RANK_UNBOUND") else {"device_id": torch.device("cuda", rank)}  # bound: new groups are split from the default one
+dist.init_process_group("cpu:gloo,cuda:nccl", **bound)
 kinds = os.environ.get("RANK_GROUPS", "world").split(",")
 made = {
     "world": lambda: dist.group.WORLD,
@@ -65,4 +66,11 @@ while True:
     line = sys.stdin.readline()
     if not line:
         os._exit(0)
+    if line.strip() == "comms":  # down and up again without the driver
+        from gpuckpt.agent.nccl import NcclCommunicators
+
+        communicators = NcclCommunicators()
+        communicators.synchronise()
+        communicators.suspend()
+        communicators.resume()
     print(json.dumps(check()), flush=True)

@@ -1,6 +1,7 @@
 """A torch.distributed job of N ranks (default 2): suspended and resumed as one, answers exact. usage: two_ranks.py [CYCLES] [N] [NAME]
 
-$RANK_GROUPS (of ``world,new,split``, default world), $RANK_WARM and $RANK_SEVERAL=1 find out what breaks where there are several; NAME is
+What breaks where there are several communicators is found out by $RANK_GROUPS (of ``world,new,split``, default world), $RANK_WARM,
+$RANK_SEVERAL=1, $RANK_UNBOUND (new groups are not split from the default one) and $RANK_COMMS=1 (down and up without the driver); NAME is
 then that of the results.
 Needs NCCL 2.29.7 or newer in torch's place, and one GPU a rank. An un-suspended job without agents must be refused, not lost.
 """
@@ -27,8 +28,8 @@ class Rank:
         self.p = subprocess.Popen([sys.executable, str(HERE / "rank.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.pid = self.p.pid
 
-    def send(self) -> None:
-        self.p.stdin.write("check\n")  # type: ignore[union-attr]
+    def send(self, command: str = "check") -> None:
+        self.p.stdin.write(command + "\n")  # type: ignore[union-attr]
         self.p.stdin.flush()  # type: ignore[union-attr]
 
     def read(self, seconds: float = 120) -> dict[str, Any]:
@@ -41,9 +42,9 @@ class Rank:
         return {"late": seconds}
 
 
-def ask(ranks: list[Rank]) -> list[dict[str, Any]]:
+def ask(ranks: list[Rank], command: str = "check") -> list[dict[str, Any]]:
     for x in ranks:
-        x.send()
+        x.send(command)
     return [x.read() for x in ranks]
 
 
@@ -53,6 +54,11 @@ try:
     if not r.check("the job runs", all("sums" in f for f in first), first):
         raise SystemExit(1)
     r.note("groups", first[0]["groups"])
+    if os.environ.get("RANK_COMMS"):
+        for i in range(cycles):
+            if not r.check(f"{i}: down and up without the driver, sums exact", ask(ranks, "comms") == first):
+                break
+        raise SystemExit(0)
     code, plan, _ = gpuckpt("suspend", ranks[0].pid, "--dry-run")
     r.check("dry run: every rank, agent steps", code == 0 and not plan["plan"]["refused"], [plan.get("plan"), plan.get("hazards")])
     code, doc, _ = gpuckpt("suspend", "--no-tree", ranks[1].pid)
