@@ -84,14 +84,4 @@ class Preview(Group):
 
     def _previewed(self, phases: Sequence[plan.Phase], rows: Sequence[ProcessReport], **more: object) -> Report:
         steps = [{"name": str(p.call), "pids": [i.pid for i in p.processes]} for p in phases]
-        return Report(
-            self.command,
-            True,
-            self.world.simulated,
-            tuple(rows),
-            self.seconds(),
-            tuple(self.steps),
-            self.hazards,
-            tuple(self.warnings),
-            details={"dry_run": True, "plan": {"steps": steps, **more}},
-        )
+        return self.report(rows, details={"dry_run": True, "plan": {"steps": steps, **more}})

@@ -26,16 +26,7 @@ class Reporting(Group):
         for p, row in zip(inventory.processes, as_found(inventory), strict=True):
             kept = keeping.Kept.of(self, p.id, known.get(p.id), row.host_bytes) if p.state is State.CHECKPOINTED else keeping.NOWHERE
             rows.append(dataclasses.replace(row, host_bytes=kept.host_bytes, disk_bytes=kept.disk_bytes, image=kept.image))
-        report = Report(
-            self.command,
-            True,
-            self.world.simulated,
-            tuple(rows),
-            self.seconds(),
-            tuple(self.steps),
-            warnings=tuple(self.warnings),
-            already=True,
-        )
+        report = dataclasses.replace(self.report(rows, already=True), hazards=())  # they are of a suspend, and there is none
         self._close("already")
         return report
 
@@ -60,17 +51,7 @@ class Reporting(Group):
             kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if state is State.CHECKPOINTED else 0
             where = (image.host_bytes, kept, m.lost or m.waiting, image.disk_bytes, image.image)
             rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
-        return Report(
-            self.command,
-            ok,
-            self.world.simulated,
-            tuple(rows),
-            self.seconds(),
-            tuple(self.steps),
-            self.hazards,
-            tuple(self.warnings),
-            error=error.as_dict() if error else None,
-        )
+        return self.report(rows, ok=ok, error=error.as_dict() if error else None)
 
     def _close(self, outcome: str) -> None:
         self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()})

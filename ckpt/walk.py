@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from gpuckpt.barrier import Alone, Barrier
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Hazard, Outcome, ProcessId, State, Step
+from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Report, State, Step
 from gpuckpt.world import Claim, Pending, World
 
 #: How long a lock that was asked to end may take before its caller is left to itself, in seconds.
@@ -357,6 +357,11 @@ class Walk:
         finally:
             self.steps.append(Step(str(name), round(self.world.now() - begun, 4), self._seconds))
             self._seconds = {}
+
+    def report(self, rows: Iterable[ProcessReport], *, ok: bool = True, **more: Any) -> Report:
+        """The report of this command with *rows*, and what has been said and measured so far."""
+        told = tuple(self.steps), self.hazards, tuple(self.warnings)
+        return Report(self.command, ok, self.world.simulated, tuple(rows), self.seconds(), *told, **more)
 
     @contextmanager
     def holding(self, targets: Sequence[int]) -> Iterator[None]:
