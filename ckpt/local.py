@@ -135,7 +135,8 @@ class LocalWorld:
                     pid=p.pid,
                 )
         near = {pid for others in related.values() for pid in others}
-        hellos = {pid: hello for pid in {*members, *near} if pid in procs and (hello := self.agents.hello(procs[pid].id))}
+        able = [pid for pid in {*members, *near} if pid in procs and not self.stopped(procs[pid].id)]  # a stopped one would keep us waiting
+        hellos = {pid: hello for pid in able if (hello := self.agents.hello(procs[pid].id))}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
         members = {pid: dataclasses.replace(p, agent=pid in hellos) for pid, p in members.items()}
         found: list[Hazard] = []
@@ -171,13 +172,16 @@ class LocalWorld:
         members: dict[int, GpuProcess] = {}
         related: dict[int, dict[int, str]] = {}
         frontier, seen = list(targets), set[int]()
+        cuda: dict[int, GpuProcess] = {}
+        asked = set[int]()  # each is looked at once: relatives have the same relatives
         while frontier:
             pid = frontier.pop()
             if pid in seen:
                 continue
             seen.add(pid)
             near = processes.relatives(pid, procs, self.root)
-            cuda = self.cuda_processes([pid, *near], procs, held)
+            cuda |= self.cuda_processes({pid, *near} - asked, procs, held)
+            asked |= {pid, *near}
             if pid in cuda:
                 members[pid] = cuda[pid]
             others = {p: how for p, how in near.items() if p in cuda}

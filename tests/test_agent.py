@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,8 @@ from gpuckpt.agent import protocol
 from gpuckpt.agent.client import Agents
 from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.inspect import processes
-from gpuckpt.model import Call, State
+from gpuckpt.local import LocalWorld
+from gpuckpt.model import Call, ProcessId, State
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -369,3 +371,40 @@ def test_a_script_runs_under_an_agent_as_it_would_alone(tmp_path) -> None:
         [sys.executable, "-m", "gpuckpt.agent", str(script), "--lr", "1"], check=True, capture_output=True, text=True
     ).stdout
     assert out.strip() == f"__main__ ['--lr', '1'] {tmp_path} True"
+
+
+def test_a_stopped_rank_is_refused_without_waiting_for_its_agent(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not answer; what it is asked for is counted, since the answer would be waited for."""
+    ranks = job(machine4, 3)
+    ranks[1].stop()
+    for name, value in machine4.environ.items():
+        monkeypatch.setenv(name, value)
+    greeted = []
+    hello = Agents.hello
+    monkeypatch.setattr(Agents, "hello", lambda agents, process: greeted.append(process.pid) or hello(agents, process))
+    with LocalWorld() as world:
+        world.inspect([ranks[0].pid], tree=True)
+    assert set(greeted) == {ranks[0].pid, ranks[2].pid}
+    result = machine4.gpuckpt("suspend", ranks[0].pid)
+    assert (result.code, result.error["code"]) == (6, "stopped")
+    ranks[1].signal(signal.SIGCONT)
+    assert whole(ranks)
+
+
+def test_each_rank_is_looked_at_once(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = job(machine4, 5)
+    for name, value in machine4.environ.items():
+        monkeypatch.setenv(name, value)
+    looked_at: list[int] = []
+    states = LocalWorld.states
+
+    def counted(world: LocalWorld, asked: Iterable[ProcessId]) -> dict[ProcessId, State]:
+        asked = list(asked)
+        looked_at.extend(p.pid for p in asked)
+        return states(world, asked)
+
+    monkeypatch.setattr(LocalWorld, "states", counted)
+    with LocalWorld() as world:
+        found = world.inspect([ranks[0].pid], tree=True)
+    assert [p.pid for p in found.processes] == sorted(r.pid for r in ranks)
+    assert sorted(looked_at) == sorted(r.pid for r in ranks)

@@ -80,8 +80,9 @@ class Link:
 
     def wait_for_answer(self, until: float) -> dict[str, Any] | None:
         """The answer; None if there is none by *until*."""
-        answer = None
-        while answer is None and select.select([self.sock], [], [], max(0.0, until - time.monotonic()))[0]:
+        answer, poll = None, select.poll()
+        poll.register(self.sock, select.POLLIN)
+        while answer is None and poll.poll(1000 * max(0.0, until - time.monotonic())):
             answer = self.answer()
         return answer
 
