@@ -24,7 +24,7 @@ environment = json.loads(subprocess.run(["gpuckpt", "env", "--json"], capture_ou
 
 class Rank:
     def __init__(self, rank: int) -> None:
-        env = {**os.environ, **environment, "RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+        env = {**os.environ, **environment, "RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29517")}
         self.p = subprocess.Popen([sys.executable, str(HERE / "rank.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self.pid = self.p.pid
 
