@@ -126,6 +126,8 @@ class LocalWorld:
         members, related = self._group(targets, procs, held, tree)
         if not members:
             refusals.explain_nothing(targets, self.command)
+        if 1 in members:
+            refusals.explain_init(targets)
         for p in members.values():
             uid = processes.uid_of(p.pid)
             if os.geteuid() not in (0, uid):

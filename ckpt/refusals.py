@@ -27,7 +27,7 @@ def check_target(pid: int, me: int, command: str, procs: dict[int, Proc], void: 
     """Raise if the process *me* may not do *command* to *pid*, or if there is none. *void*: what earlier boots had of such numbers."""
     if pid in procs:
         if pid == 1:
-            raise errors.ProtectedProcess("pid 1 is init: it is never suspended", hint="gpuckpt ps lists what can be", pid=1)
+            explain_init(())
         if pid == me:
             raise errors.ProtectedProcess(f"pid {pid} is gpuckpt itself", hint="gpuckpt ps lists what can be suspended", pid=pid)
         if pid in processes.ancestors(me, procs):
@@ -36,7 +36,7 @@ def check_target(pid: int, me: int, command: str, procs: dict[int, Proc], void: 
                 hint="run gpuckpt from outside of it, or name one of its children",
                 pid=pid,
             )
-        if processes.is_kernel_thread(pid):
+        if procs[pid].kernel:
             raise errors.NotAProcess(f"pid {pid} is a kernel thread", hint="gpuckpt ps lists what can be suspended", pid=pid)
         return
     group = processes.thread_group(pid)
@@ -45,6 +45,22 @@ def check_target(pid: int, me: int, command: str, procs: dict[int, Proc], void: 
             f"{pid} is a thread of pid {group} ({processes.command(group)})", hint=f"gpuckpt {command} {group}", pid=pid
         )
     raise errors.NoSuchProcess(no_process(pid, void), hint="gpuckpt ps lists what can be suspended", pid=pid)
+
+
+def explain_init(targets: Sequence[int]) -> NoReturn:
+    """Raise for pid 1 as the target, or as a relative of *targets* that holds GPU memory, as a container's first program may."""
+    if not targets:
+        raise errors.ProtectedProcess(
+            "pid 1 is init: it is never suspended",
+            hint="gpuckpt ps lists what can be; a container's first program: from outside of it",
+            pid=1,
+        )
+    raise errors.ProtectedProcess(
+        f"pid 1 ({processes.command(1)}) holds GPU memory and started pid {targets[0]}, so they go together, and pid 1 is never suspended "
+        "from within; nothing was touched",
+        hint="run gpuckpt outside of the container, or start the container with an init (docker run --init)",
+        pid=1,
+    )
 
 
 def explain_nothing(targets: Sequence[int], command: str) -> NoReturn:

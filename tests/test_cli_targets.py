@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gpuckpt.inspect.processes import is_kernel_thread, table
+from gpuckpt.inspect.processes import table
 from gpuckpt.model import State
-from tests.conftest import COMMAND, eventually
+from tests.conftest import COMMAND, SIMTARGET, eventually
 
 if TYPE_CHECKING:
     from tests.conftest import Machine
@@ -45,7 +46,7 @@ def no_pid() -> int:
 
 
 def kernel_thread() -> int:
-    return next((pid for pid in sorted(table()) if is_kernel_thread(pid)), 0)
+    return next((pid for pid, proc in sorted(table().items()) if proc.kernel), 0)
 
 
 @pytest.mark.parametrize("command", ["suspend", "resume", "status", "is-suspended"])
@@ -86,6 +87,59 @@ def test_a_kernel_thread(machine: Machine) -> None:
     result = machine.gpuckpt("suspend", kernel_thread())
     assert (result.code, result.error["code"]) == (2, "not-a-process")
     assert "kernel thread" in result.error["message"]
+
+
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
+
+
+def rooms() -> bool:
+    return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
+
+
+def in_a_room(machine: Machine, script: str) -> list[dict[str, Any]]:
+    """The documents of the commands in *script*, run by the first process of a pid namespace as a container has it."""
+    prelude = f'gpuckpt() {{ "{COMMAND}" "$@" --json; echo; }}\n'
+    done = subprocess.run(
+        [*NAMESPACE, "sh", "-c", prelude + script], env=machine.environ, capture_output=True, text=True, check=False, timeout=60
+    )
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"schema"')]
+
+
+@pytest.mark.skipif(not rooms(), reason="no user namespaces here")
+def test_in_a_pid_namespace_pid_2_and_process_group_0_are_like_any_other(machine: Machine) -> None:
+    for name in ("in", "out"):
+        os.mkfifo(machine.path / name)
+    script = f"""
+    {" ".join(SIMTARGET)} --spawn 1 < {machine.path}/in > {machine.path}/out &
+    exec 3> {machine.path}/in; read ready < {machine.path}/out
+    gpuckpt suspend $!; gpuckpt suspend $! --accept-loss possible-import; gpuckpt is-suspended $!; gpuckpt resume $!
+    exec 3>&-
+    """
+    refused, down, asked, up = in_a_room(machine, script)
+    assert refused["error"]["code"] == "possible-import"
+    assert down["error"] is asked["error"] is up["error"] is None
+    assert [p["pid"] for p in down["processes"]] == [2, 3]
+
+
+@pytest.mark.skipif(not rooms(), reason="no user namespaces here")
+def test_a_first_program_of_a_container_that_holds_the_gpu_belongs_to_its_children(machine: Machine) -> None:
+    words = [*NAMESPACE, "--kill-child", *SIMTARGET, "--spawn", "1"]
+    with subprocess.Popen(words, env=machine.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as container:
+        assert container.stdin is not None
+        assert container.stdout is not None
+        ready = json.loads(container.stdout.readline())
+        (outside,) = (proc.pid for proc in table().values() if proc.ppid == container.pid)
+        enter = ("nsenter", "-t", str(outside), "--user", "--preserve-credentials", "--pid", "--mount")
+        assert ready["pid"] == 1
+        for pid, words_ in ((1, "init"), (ready["children"][0], "pid 1 (python")):
+            result = machine.begin("suspend", pid, prefix=enter).end()
+            assert (result.code, result.error["code"], result.error["pid"]) == (2, "protected-process", 1)
+            assert words_ in result.error["message"]
+        assert machine.begin("suspend", "--no-tree", ready["children"][0], prefix=enter).end().error["code"] == "possible-import"
+        container.stdin.write("check\n")
+        container.stdin.flush()
+        assert json.loads(container.stdout.readline())["sum"] == ready["sum"]
+        container.stdin.close()
 
 
 def test_init_and_ancestors_are_never_suspended(machine: Machine) -> None:

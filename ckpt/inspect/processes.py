@@ -24,12 +24,17 @@ LAUNCHERS = frozenset(
 KEEPER = "gpuckpt-keeper"
 #: What `gpuckpt run` puts its name into, for the command and all that it starts.
 RUN_VARIABLE = "GPUCKPT_RUN"
+_PF_KTHREAD = 0x00200000  # include/linux/sched.h
 SHELLS = frozenset("sh bash zsh fish dash tcsh csh ksh mksh nu xonsh pwsh".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Proc:
-    """One line of the process table. ``state`` is the kernel's letter, ``tty`` 0 without a terminal."""
+    """One line of the process table. ``state`` is the kernel's letter, ``tty`` 0 without a terminal.
+
+    In a pid namespace a process may have pid 2, or a process group or session 0 (that of somebody outside): ``kernel`` alone tells
+    a kernel thread.
+    """
 
     pid: int
     ppid: int
@@ -39,6 +44,7 @@ class Proc:
     state: str
     start_ticks: int
     comm: str
+    kernel: bool = False
 
     @property
     def id(self) -> ProcessId:
@@ -83,10 +89,6 @@ def thread_group(pid: int) -> int | None:
     """The process that the thread *pid* belongs to; *pid* itself for a process, None if there is no such thread."""
     value = _status(pid, "Tgid")
     return int(value) if value else None
-
-
-def is_kernel_thread(pid: int) -> bool:
-    return pid == 2 or (_status(pid, "Kthread") == "1")
 
 
 def uid_of(pid: int) -> int:
@@ -164,8 +166,8 @@ def ancestors(pid: int, procs: dict[int, Proc]) -> list[int]:
 def relatives(pid: int, procs: dict[int, Proc], root: Path = ROOT) -> dict[int, str]:
     """Every process that shares the tree, session, cgroup or a non-init ancestor with *pid*, and which of these it is.
 
-    Login infrastructure and a person's interactive shell do not count as common ancestors: a shell's jobs are told apart by
-    their process groups. Among these a CUDA import is possible, and nothing shows it from outside.
+    Pid 1 started them all. Login infrastructure and a person's interactive shell do not count as common ancestors: a shell's jobs are
+    told apart by their process groups. Among these a CUDA import is possible, and nothing shows it from outside.
     """
     if pid not in procs:
         return {}
@@ -173,7 +175,10 @@ def relatives(pid: int, procs: dict[int, Proc], root: Path = ROOT) -> dict[int, 
     top, job, group = _root(pid, procs, roots), _job(procs[pid], procs), cgroup(pid, root)
     found = {}
     for other, proc in procs.items():
-        if other in (pid, 1) or proc.pgrp == 0:
+        if other == pid or proc.kernel:
+            continue
+        if other == 1:
+            found[other] = "process tree"  # of a container, it may well be the program itself
             continue
         if _root(other, procs, roots) == top:
             found[other] = "process tree"
@@ -227,6 +232,7 @@ def _parse(data: bytes) -> Proc:
         state=rest[0].decode(),
         start_ticks=int(rest[19]),
         comm=data[opening + 1 : closing].decode(errors="replace"),
+        kernel=bool(int(rest[6]) & _PF_KTHREAD),
     )
 
 

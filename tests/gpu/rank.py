@@ -67,10 +67,15 @@ while True:
     if not line:
         os._exit(0)
     if line.strip() == "comms":  # down and up again without the driver
-        from gpuckpt.agent.nccl import NcclCommunicators
+        from gpuckpt.nccl import suspend
+        from gpuckpt.nccl.communicators import listing
 
-        communicators = NcclCommunicators()
-        communicators.synchronise()
-        communicators.suspend()
-        communicators.resume()
+        torch.cuda.synchronize()
+        down = listing().communicators[:: -1 if os.environ.get("RANK_LIFO") else 1]
+        suspend.suspend(down).raise_for_error()
+        if os.environ.get("RANK_SCRIBBLE"):  # what NCCL gets back was somebody's in between
+            torch.full((20 << 28,), -1, device="cuda", dtype=torch.int32)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        suspend.resume(down[::-1] if os.environ.get("RANK_LIFO") else down).raise_for_error()
     print(json.dumps(check()), flush=True)
