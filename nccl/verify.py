@@ -6,6 +6,7 @@ wrongly. Here it does so on data of ours.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -119,7 +120,11 @@ _SIDE_STREAMS: dict[int, Any] = {}
 
 
 class TorchDevice:
-    """Tensors and a stream of torch's. The buffers come from its caching allocator, on a side stream: once for each device."""
+    """Tensors and a stream of torch's. The buffers come from its caching allocator, on a side stream: once for each device.
+
+    A thread begins on device 0. Leaving a stream makes the device current that was so before, and with that a context on it: of 524 MiB
+    on GPU 0, in every rank (benchmarks/results/vllm_tp2.json). So the device is entered first, which leaves without a context.
+    """
 
     def __init__(self, torch: Any, index: int) -> None:
         self._torch = torch
@@ -127,11 +132,14 @@ class TorchDevice:
         if index not in _SIDE_STREAMS:
             _SIDE_STREAMS[index] = torch.cuda.Stream(device=self._device)
         self._side = _SIDE_STREAMS[index]
-        self._current = torch.cuda.stream(self._side)
+        self._current = contextlib.ExitStack()
         self.stream = int(self._side.cuda_stream)
 
     def __enter__(self) -> TorchDevice:
-        self._current.__enter__()  # makes the stream's device current as well
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self._torch.cuda.device(self._device))
+            entered.enter_context(self._torch.cuda.stream(self._side))
+            self._current = entered.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
