@@ -24,7 +24,7 @@ made = {
 }
 groups = [made[kind]() for kind in kinds]
 x = torch.arange(1 << 22, device="cuda", dtype=torch.float32) % 1000 * (rank + 1)
-weights = torch.randint(0, 2**31 - 1, (1 << 28,), device="cuda", dtype=torch.int32)
+weights = torch.randint(0, 2**31 - 1, (1 << 26,), device="cuda", dtype=torch.int32)  # 256 MiB: each GiB costs a cycle a second
 buffers = [torch.zeros_like(x) for _ in groups]
 for g, y in zip(groups, buffers, strict=True):
     for _ in range(3):
