@@ -57,6 +57,7 @@ class LocalWorld:
         self.callers = Callers(f"simulated:{directory}" if directory else "cuda")
         self.callers.warm()  # first of all: it loads the driver while we load NVML, and can be forked only before that
         self.agents = Agents()
+        self._said: dict[ProcessId, Hello | None] = {}  # by the agents that have been asked: once an inspection
         self.devices = devices(environ)
         self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
         me = processes.read(os.getpid())
@@ -117,6 +118,7 @@ class LocalWorld:
 
     def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
         refusals.check_driver(self.devices.version())
+        self._said.clear()
         gpus = self.devices.gpus()
         held = self.devices.processes()
         procs = processes.table()
@@ -137,8 +139,9 @@ class LocalWorld:
                     pid=p.pid,
                 )
         near = {pid for others in related.values() for pid in others}
-        able = [pid for pid in {*members, *near} if pid in procs and not self.stopped(procs[pid].id)]  # a stopped one would keep us waiting
-        hellos = {pid: hello for pid in able if (hello := self.agents.hello(procs[pid].id))}
+        able = [procs[pid].id for pid in {*members, *near} if pid in procs and not self.stopped(procs[pid].id)]  # others keep us waiting
+        self._said |= self.agents.hellos(p for p in able if p not in self._said)
+        hellos = {p.pid: hello for p in able if (hello := self._said.get(p))}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
         members = {pid: dataclasses.replace(p, agent=pid in hellos) for pid, p in members.items()}
         found: list[Hazard] = []
@@ -240,9 +243,10 @@ class LocalWorld:
         for p in pending:
             found[p.process] = self._state(p)
             p.release()
-            if found[p.process] is State.RUNNING and (hello := self.agents.hello(p.process)):
-                found[p.process] = hello.stage
-        return found
+        running = [p for p, state in found.items() if state is State.RUNNING]
+        hellos = self.agents.hellos(running)
+        self._said |= {p: hellos.get(p) for p in running}
+        return found | {p: hello.stage for p, hello in hellos.items()}
 
     @staticmethod
     def _state(pending: Pending) -> State:

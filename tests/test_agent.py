@@ -7,14 +7,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from gpuckpt.agent import protocol
-from gpuckpt.agent.client import Agents
+from gpuckpt.agent.client import Agents, Hello, Link
+from gpuckpt.agent.server import Agent
 from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.inspect import processes
 from gpuckpt.local import LocalWorld
@@ -373,18 +376,30 @@ def test_a_script_runs_under_an_agent_as_it_would_alone(tmp_path) -> None:
     assert out.strip() == f"__main__ ['--lr', '1'] {tmp_path} True"
 
 
+def count_greetings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pid of each agent that is said hello to from now on."""
+    greeted: list[int] = []
+    hellos = Agents.hellos
+
+    def counted(agents: Agents, asked: Iterable[ProcessId]) -> dict[ProcessId, Hello]:
+        asked = list(asked)
+        greeted.extend(p.pid for p in asked)
+        return hellos(agents, asked)
+
+    monkeypatch.setattr(Agents, "hellos", counted)
+    return greeted
+
+
 def test_a_stopped_rank_is_refused_without_waiting_for_its_agent(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not answer; what it is asked for is counted, since the answer would be waited for."""
     ranks = job(machine4, 3)
     ranks[1].stop()
     for name, value in machine4.environ.items():
         monkeypatch.setenv(name, value)
-    greeted = []
-    hello = Agents.hello
-    monkeypatch.setattr(Agents, "hello", lambda agents, process: greeted.append(process.pid) or hello(agents, process))
+    greeted = count_greetings(monkeypatch)
     with LocalWorld() as world:
         world.inspect([ranks[0].pid], tree=True)
-    assert set(greeted) == {ranks[0].pid, ranks[2].pid}
+    assert sorted(greeted) == sorted((ranks[0].pid, ranks[2].pid))
     result = machine4.gpuckpt("suspend", ranks[0].pid)
     assert (result.code, result.error["code"]) == (6, "stopped")
     ranks[1].signal(signal.SIGCONT)
@@ -404,7 +419,52 @@ def test_each_rank_is_looked_at_once(machine4: Machine, monkeypatch: pytest.Monk
         return states(world, asked)
 
     monkeypatch.setattr(LocalWorld, "states", counted)
+    greeted = count_greetings(monkeypatch)
     with LocalWorld() as world:
         found = world.inspect([ranks[0].pid], tree=True)
     assert [p.pid for p in found.processes] == sorted(r.pid for r in ranks)
-    assert sorted(looked_at) == sorted(r.pid for r in ranks)
+    assert sorted(looked_at) == sorted(greeted) == sorted(r.pid for r in ranks)
+
+
+def test_a_late_answer_answers_no_other_question() -> None:
+    """The answer to a call that was given up at its deadline may come at any time, with or before that to the next question."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link = Link(ours)
+        given_up, asked = link.ask("comms"), link.ask("hello")
+        late = {"number": given_up, "result": "FAILED", "message": "late", "stage": "running"}
+        theirs.send(protocol.encode(late))
+        assert link.wait_for_answer(time.monotonic() + 0.05) is None
+        theirs.send(protocol.encode(late) + protocol.encode({"number": asked, "result": "SUCCESS", "message": "", "stage": "quiesced"}))
+        answer = link.wait_for_answer(time.monotonic() + 5)
+    assert (answer or {})["stage"] == "quiesced"
+
+
+class NoCommunicators:
+    def describe(self) -> list[dict[str, Any]]:
+        return []
+
+    def hazards(self) -> list[str]:
+        return []
+
+    def synchronise(self) -> None: ...
+
+    def suspend(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def test_a_greeting_does_not_hide_the_end_of_a_call(tmp_path: Path) -> None:
+    agent = Agent(NoCommunicators(), tmp_path / "agent.sock")
+    agent.start()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(agent.path))
+        link, until = Link(sock), time.monotonic() + 20
+        quiesce = link.ask("quiesce", operation="raw", seconds=20.0)
+        link.ask("hello")
+        assert (link.wait_for_answer(until) or {})["stage"] == "running"
+        program = threading.Thread(target=agent.park)
+        program.start()
+        assert (link.wait_for_answer(until, quiesce) or {})["result"] == "SUCCESS"
+    program.join(20)
+    assert not program.is_alive()

@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class AgentPending:
     call: Call
     process: ProcessId
     link: Link
+    number: int = 0  # of the request, which its answers carry
     caller_pid: int = 0
     outcome: Outcome | None = None
 
@@ -46,7 +47,7 @@ class AgentPending:
         return self.link.sock
 
     def receive(self) -> None:
-        answer = self.link.answer()
+        answer = self.link.answer(self.number)
         if answer is not None:
             self.outcome = Outcome(f"agent:{answer['result']}" if answer["result"] != "SUCCESS" else "SUCCESS", message=answer["message"])
 
@@ -54,7 +55,7 @@ class AgentPending:
         """Whether the agent says by *until* that it can begin; what it says else is the outcome."""
         if self.outcome is not None:
             return False
-        answer = self.link.wait_for_answer(until)
+        answer = self.link.wait_for_answer(until, self.number)
         if answer is None:
             self.outcome = Outcome("agent:SILENT", message="its agent does not answer: the program does not let other threads run")
         elif answer["result"] != "READY":
@@ -68,39 +69,43 @@ class AgentPending:
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """One connection. While it is open before *disarm*, the agent knows that its controller lives."""
+    """One connection. While it is open before *disarm*, the agent knows that its controller lives.
+
+    Requests are numbered, and each answer carries the number of its own: one that comes after its question was given up answers no other.
+    """
 
     sock: socket.socket
     received: bytes = b""
+    sent: int = 0
 
-    def ask(self, call: str, pipe: int | None = None, **more: Any) -> None:
+    def ask(self, call: str, pipe: int | None = None, **more: Any) -> int:
+        """Send a request; returns its number."""
+        self.sent += 1
         with contextlib.suppress(OSError):
-            message = protocol.encode({"version": protocol.VERSION, "call": call, **more})
+            message = protocol.encode({"version": protocol.VERSION, "number": self.sent, "call": call, **more})
             socket.send_fds(self.sock, [message], [] if pipe is None else [pipe])
+        return self.sent
 
-    def wait_for_answer(self, until: float) -> dict[str, Any] | None:
-        """The answer; None if there is none by *until*."""
+    def wait_for_answer(self, until: float, number: int | None = None) -> dict[str, Any] | None:
+        """The answer to request *number*, or to the last; None if there is none by *until*."""
         answer, poll = None, select.poll()
         poll.register(self.sock, select.POLLIN)
         while answer is None and poll.poll(1000 * max(0.0, until - time.monotonic())):
-            answer = self.answer()
+            answer = self.answer(number)
         return answer
 
-    def answer(self) -> dict[str, Any] | None:
-        """The answer, once it is whole; a lost connection answers for itself."""
+    def answer(self, number: int | None = None) -> dict[str, Any] | None:
+        """The answer, once it is whole; a lost connection answers for itself. What answers an earlier request is dropped."""
+        number = self.sent if number is None else number
         try:
             data = self.sock.recv(_ANSWER_MAX_BYTES)
         except OSError:
             data = b""
         if not data:
             return {"result": "VANISHED", "message": "the agent ended", "stage": State.RUNNING}
-        self.received += data
-        line, found, self.received = self.received.partition(b"\n")
-        if not found:
-            self.received = line
-            return None
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        *lines, self.received = (self.received + data).split(b"\n")
+        answers: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        return next((a for a in answers if a.get("number", number) == number), None)  # an older agent's has none
 
 
 @dataclass(slots=True)
@@ -110,18 +115,24 @@ class Agents:
     links: dict[ProcessId, Link] = field(default_factory=dict)
 
     def hello(self, process: ProcessId) -> Hello | None:
-        """What *process*'s agent says of it; None if it has none, or none that answers in time and can be trusted."""
-        link = self._connect(process)
-        if link is None:
-            return None
-        link.ask("hello")
-        answer = link.wait_for_answer(time.monotonic() + HELLO_DEADLINE_S)
-        if answer is None or answer["result"] == "VANISHED":
-            self.links.pop(process).sock.close()
-            return None
-        if answer["result"] != "SUCCESS":
-            return Hello(State(answer["stage"]), (), (f"its agent cannot look at it: {answer['message']}",))
-        return Hello(State(answer["stage"]), tuple(answer["communicators"]), tuple(answer["hazards"]))
+        return self.hellos([process]).get(process)
+
+    def hellos(self, processes_: Iterable[ProcessId]) -> dict[ProcessId, Hello]:
+        """What the agents of *processes_* say of them, all asked at once; without those that have none, or none that answers in time
+        and can be trusted."""
+        asked = {p: link for p in processes_ if (link := self._connect(p))}
+        for link in asked.values():
+            link.ask("hello")
+        until, found = time.monotonic() + HELLO_DEADLINE_S, {}
+        for process, link in asked.items():
+            answer = link.wait_for_answer(until)
+            if answer is None or answer["result"] == "VANISHED":
+                self.links.pop(process).sock.close()
+            elif answer["result"] != "SUCCESS":
+                found[process] = Hello(State(answer["stage"]), (), (f"its agent cannot look at it: {answer['message']}",))
+            else:
+                found[process] = Hello(State(answer["stage"]), tuple(answer["communicators"]), tuple(answer["hazards"]))
+        return found
 
     def start(self, call: Call, processes_: Sequence[ProcessId], operation: str, timeout_s: float) -> dict[ProcessId, AgentPending]:
         """Ask the agents of *processes_* for *call*. Of what they do together either all have been told to begin, or none."""
@@ -147,8 +158,7 @@ class Agents:
         if link is None:
             gone = Link(socket.socketpair()[0])
             return AgentPending(call, process, gone, outcome=Outcome("agent:VANISHED", message="the agent does not answer"))
-        link.ask(call, pipe, operation=operation, seconds=timeout_s)
-        return AgentPending(call, process, link)
+        return AgentPending(call, process, link, link.ask(call, pipe, operation=operation, seconds=timeout_s))
 
     def close(self) -> None:
         for link in self.links.values():

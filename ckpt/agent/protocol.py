@@ -1,7 +1,7 @@
 """What controller and agent say to each other: where the socket is, the calls, the stages of a process that has an agent.
 
-One JSON object a line. A request names a call, the operation and the seconds that are left. Its answer has a ``result`` ("SUCCESS",
-"NOT_READY", "ILLEGAL_STATE", "DROPPED", "FAILED"), the ``stage`` that the agent is in now, and words.
+One JSON object a line. A request has a number, and names a call, the operation and the seconds that are left. Its answer has that number,
+a ``result`` ("SUCCESS", "NOT_READY", "ILLEGAL_STATE", "DROPPED", "FAILED"), the ``stage`` that the agent is in now, and words.
 
 What all ranks must do or none (``TOGETHER``) comes with the read end of one pipe for all of them. An agent answers "READY" and waits:
 a byte in the pipe, which nobody takes out, is the word for all at once; a pipe closed without one means that nothing was begun.
@@ -20,7 +20,7 @@ from typing import Any
 
 from gpuckpt.model import ProcessId, State
 
-VERSION = 2
+VERSION = 3
 
 #: Agent call -> (stage it needs, stage it leads to). The way down, and the way back.
 MOVES: dict[str, tuple[State, State]] = {

@@ -38,6 +38,7 @@ class _Connection:
     sock: socket.socket
     received: bytes = b""
     asked: str = ""  # the call that this connection waits for
+    number: int = 0  # of that request
     until: float = 0.0
 
 
@@ -46,6 +47,7 @@ class _Prepared:
     """A call that begins when its pipe has a byte."""
 
     connection: _Connection
+    number: int
     call: str
     pipe: int
     seconds: float
@@ -69,7 +71,7 @@ class Agent:
     _jobs: queue.SimpleQueue[tuple[int, str, Callable[[], None] | None]] = field(default_factory=queue.SimpleQueue)  # None: go on
     _done: queue.SimpleQueue[tuple[int, str, str]] = field(default_factory=queue.SimpleQueue)  # (visit, call, error words or "")
     _prepared: _Prepared | None = None
-    _greeted: list[_Connection] = field(default_factory=list)  # they said hello, and have no answer yet
+    _greeted: list[tuple[_Connection, int]] = field(default_factory=list)  # they said hello, and have no answer yet
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _running: str = ""  # the job that the program's thread has been given
     _broken: str = ""  # how its communicators failed: it stays where it is until a controller has heard of it
@@ -164,47 +166,47 @@ class Agent:
             try:
                 self._handle(connection, json.loads(line), pipes)
             except (ValueError, LookupError, TypeError) as e:
-                self._answer(connection, "FAILED", f"not a request: {e!r}")
+                self._answer(connection, 0, "FAILED", f"not a request: {e!r}")
         for pipe in pipes:  # nobody wanted it
             os.close(pipe)
         return bool(data) and len(connection.received) < _REQUEST_MAX_BYTES
 
     def _greet(self) -> None:
-        for connection in self._greeted:
+        for connection, number in self._greeted:
             try:
                 seen = {"communicators": self.communicators.describe(), "hazards": self.communicators.hazards()}
             except Exception as e:  # noqa: BLE001 - whatever the program's libraries raise, this thread goes on
-                self._answer(connection, "FAILED", f"{type(e).__name__}: {e}")
+                self._answer(connection, number, "FAILED", f"{type(e).__name__}: {e}")
                 continue
-            self._answer(connection, "SUCCESS", "", **seen)
+            self._answer(connection, number, "SUCCESS", "", **seen)
         self._greeted.clear()
 
     def _handle(self, connection: _Connection, request: dict[str, Any], pipes: list[int]) -> None:
         """Take in one *request*. One that is prepared keeps its pipe, taken out of *pipes*."""
-        call, operation = request["call"], request.get("operation", "")
+        call, operation, number = request["call"], request.get("operation", ""), int(request.get("number", 0))
         if call == "hello":
-            self._greeted.append(connection)
+            self._greeted.append((connection, number))
             return
         if request.get("version") != protocol.VERSION or call not in protocol.MOVES:
-            self._answer(connection, "FAILED", f"this agent speaks version {protocol.VERSION} and does not know {call!r}")
+            self._answer(connection, number, "FAILED", f"this agent speaks version {protocol.VERSION} and does not know {call!r}")
             return
         seconds = float(request["seconds"])
         needs = protocol.MOVES[call][0]
         alone = call == self._running and self._owner is None  # it is at it already, since its controller was gone
         if (self.stage is not needs or self._running or self._prepared or (self.wanted and call == "quiesce")) and not alone:
-            self._answer(connection, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {self.stage}")
+            self._answer(connection, number, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {self.stage}")
             return
         if self._owner is not connection and self._owner is not None and call != "arm":
-            self._answer(connection, "ILLEGAL_STATE", "another controller is at work on this process")
+            self._answer(connection, number, "ILLEGAL_STATE", "another controller is at work on this process")
             return
         if call in protocol.TOGETHER:
-            self._prepared = _Prepared(connection, call, pipes.pop(), seconds)
+            self._prepared = _Prepared(connection, number, call, pipes.pop(), seconds)
             self._selector.register(self._prepared.pipe, selectors.EVENT_READ, self._prepared)
         self._owner, self.operation = connection, operation
         if call in protocol.TOGETHER:
-            self._answer(connection, "READY", "")
+            self._answer(connection, number, "READY", "")
         else:
-            self._begin(connection, call, seconds)
+            self._begin(connection, number, call, seconds)
 
     def _decided(self, prepared: _Prepared) -> None:
         """All ranks do it now, or none does: the pipe has a byte, or it was closed without one."""
@@ -214,18 +216,18 @@ class Agent:
         os.close(prepared.pipe)
         self._prepared = None
         if waiting[0]:
-            self._begin(prepared.connection, prepared.call, prepared.seconds)
+            self._begin(prepared.connection, prepared.number, prepared.call, prepared.seconds)
         elif self._owner is None:
             self._go_back()
         else:
-            self._answer(prepared.connection, "DROPPED", "another rank was not ready; nothing was begun")
+            self._answer(prepared.connection, prepared.number, "DROPPED", "another rank was not ready; nothing was begun")
 
-    def _begin(self, connection: _Connection, call: str, seconds: float) -> None:
-        connection.asked, connection.until = call, time.monotonic() + seconds
+    def _begin(self, connection: _Connection, number: int, call: str, seconds: float) -> None:
+        connection.asked, connection.number, connection.until = call, number, time.monotonic() + seconds
         if call == self._running:
             return  # it will be done
         if self.stage is protocol.MOVES[call][1]:
-            self._answer(connection, "SUCCESS", "")  # and now it is
+            self._done_with(connection, "SUCCESS", "")  # and now it is
             return
         if call == "quiesce":
             self._visit += 1
@@ -259,7 +261,7 @@ class Agent:
                 self.stage = protocol.MOVES[call][1]
             owner = self._owner
             if owner is not None and owner.asked == call:
-                self._answer(owner, "FAILED" if error else "SUCCESS", error)
+                self._done_with(owner, "FAILED" if error else "SUCCESS", error)
                 if call == "unquiesce":
                     self._owner = None
             elif owner is None:
@@ -272,13 +274,12 @@ class Agent:
                 self._release()
                 self._owner = None
                 seen = "has not come to" if self.visits else "never came to"
-                self._answer(connection, "NOT_READY", f"the program {seen} its safe point ({self.safe_point})")
+                self._done_with(connection, "NOT_READY", f"the program {seen} its safe point ({self.safe_point})")
 
     def _lost(self, connection: _Connection) -> None:
         self._connections.remove(connection)
         connection.sock.close()
-        if connection in self._greeted:
-            self._greeted.remove(connection)
+        self._greeted = [greeted for greeted in self._greeted if greeted[0] is not connection]
         if connection is self._owner:
             self._owner = None
             if not self._running and not self._prepared:  # else its end decides
@@ -300,11 +301,15 @@ class Agent:
         if self.summon is not None:
             self.summon(0)
 
-    def _answer(self, connection: _Connection, result: str, words: str, **more: Any) -> None:
+    def _done_with(self, connection: _Connection, result: str, words: str) -> None:
+        """Answer the call that *connection* waits for."""
         connection.asked = ""
-        answer = {"version": protocol.VERSION, "result": result, "stage": self.stage, "message": words, "visits": self.visits, **more}
+        self._answer(connection, connection.number, result, words)
+
+    def _answer(self, connection: _Connection, number: int, result: str, words: str, **more: Any) -> None:
+        answer = {"version": protocol.VERSION, "number": number, "result": result, "stage": self.stage, "message": words}
         with contextlib.suppress(OSError):
-            connection.sock.send(protocol.encode(answer))
+            connection.sock.send(protocol.encode({**answer, "visits": self.visits, **more}))
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
