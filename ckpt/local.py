@@ -14,11 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpuckpt import claims, errors, keeping, plan, refusals
+from gpuckpt import claims, early, errors, keeping, plan, refusals
 from gpuckpt.agent.client import AgentPending, Agents, Hello
 from gpuckpt.claims import FileClaim
-from gpuckpt.driver.api import CallError, Devices
-from gpuckpt.driver.caller import Callers, Pending
+from gpuckpt.driver.api import CallError
+from gpuckpt.driver.caller import Pending
+from gpuckpt.early import Start
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.journal import Journal, Record, state_directory, void_words
@@ -29,17 +30,6 @@ STATE_DEADLINE_S = 2.0
 _POLL_S = 0.05
 
 
-def devices(environ: Mapping[str, str] = os.environ) -> Devices:
-    """The GPUs: simulated ones in the directory that ``GPUCKPT_SIMULATE`` names, else NVML's."""
-    if directory := environ.get("GPUCKPT_SIMULATE"):
-        from gpuckpt.driver.simulated import SimulatedDevices
-
-        return SimulatedDevices(directory)
-    from gpuckpt.driver.nvml import NvmlDevices
-
-    return NvmlDevices()
-
-
 def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -48,17 +38,19 @@ def boot_id() -> str:
 
 
 class LocalWorld:
-    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one *command*, which hints name."""
+    """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one *command*, which hints name.
 
-    def __init__(self, environ: Mapping[str, str] = os.environ, *, command: str = "suspend") -> None:
+    *start*: what a command line has begun before it imported this.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, *, command: str = "suspend", start: Start | None = None) -> None:
         self.command = command
         directory = environ.get("GPUCKPT_SIMULATE", "")
         self.simulated = bool(directory)
-        self.callers = Callers(f"simulated:{directory}" if directory else "cuda")
-        self.callers.warm()  # first of all: it loads the driver while we load NVML, and can be forked only before that
+        start = start or early.begin(environ)
+        self.callers, self.devices = start.callers, start.devices
         self.agents = Agents()
         self._said: dict[ProcessId, Hello | None] = {}  # by the agents that have been asked: once an inspection
-        self.devices = devices(environ)
         self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
         me = processes.read(os.getpid())
         self.me = me.id if me else ProcessId(os.getpid(), 0)

@@ -43,7 +43,7 @@ def play(simulate: bool, gib: float, timeout_s: float | None, say: Any) -> Repor
     begun = time.monotonic()
     with _stage(simulate, say) as simulated, _target(simulated, gib) as target:
         from gpuckpt import resume, suspend
-        from gpuckpt.local import devices
+        from gpuckpt.early import devices
 
         def used() -> int:
             return devices().processes().get(target.pid, {}).get(uuid) or 0
@@ -117,7 +117,7 @@ def _target(simulated: bool, gib: float) -> Iterator[Target]:
 @contextmanager
 def _stage(simulate: bool, say: Any) -> Iterator[bool]:
     """Real GPUs where there are any and nobody asked for simulated ones, else a simulated machine of its own."""
-    from gpuckpt.local import devices
+    from gpuckpt.early import devices
 
     if not simulate and not os.environ.get("GPUCKPT_SIMULATE"):
         try:

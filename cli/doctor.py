@@ -104,6 +104,6 @@ def _count(n: int, what: str) -> str:
 
 
 def _devices() -> Devices:
-    from gpuckpt.local import devices
+    from gpuckpt.early import devices
 
     return devices()

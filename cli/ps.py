@@ -46,11 +46,14 @@ def ps(watch: bool, interval_s: float, timeout_s: float, as_json: bool) -> None:
 
 def as_report(command: str, pids: tuple[int, ...], timeout_s: float, as_json: bool) -> Report:
     """The overview as a report: ``details`` has its GPUs and rows."""
+    from gpuckpt import early
+
+    start = early.begin()
     from gpuckpt.local import LocalWorld
     from gpuckpt.overview import overview
 
     begun = time.monotonic()
-    with LocalWorld() as world, within(timeout_s, command, as_json):
+    with LocalWorld(start=start) as world, within(timeout_s, command, as_json):
         seen = overview(world, pids)
         simulated = world.simulated
     return Report(

@@ -22,14 +22,16 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
       gpuckpt recover
       gpuckpt recover --json
     """
-    from gpuckpt import errors, keeping
+    from gpuckpt import early, errors, keeping
     from gpuckpt.journal import void_words
+
+    start = early.begin()
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
     from gpuckpt.supervisor import places
 
     try:
-        with LocalWorld() as world, world.interruptible():
+        with LocalWorld(start=start) as world, world.interruptible():
             gone = world.void()
             void = [*map(void_words, gone), *keeping.sweep(world.journal.records())]
             unreadable = [*world.journal.unreadable(), *places.orphans()]

@@ -62,13 +62,16 @@ def resume(
         if is_run(targets):
             chosen.refuse_run()
             return ask_run(targets[0], "resume", timeout_s=timeout_s)
+        from gpuckpt import early
+
+        start = early.begin()
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
         from gpuckpt.preview import Preview
 
         wished, to_gpu = _wished(gpus)
         with (
-            LocalWorld(command="resume") as world,
+            LocalWorld(command="resume", start=start) as world,
             world.interruptible(),
             chosen.barrier(world, "resume", timeout_s) as barrier,
             Bar(as_json) as bar,

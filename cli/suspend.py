@@ -72,12 +72,15 @@ def suspend(
         if is_run(targets):
             chosen.refuse_run()
             return ask_run(targets[0], "suspend", timeout_s=timeout_s)
+        from gpuckpt import early
+
+        start = early.begin()
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
         from gpuckpt.preview import Preview
 
         with (
-            LocalWorld() as world,
+            LocalWorld(start=start) as world,
             world.interruptible(),
             chosen.barrier(world, "suspend", timeout_s) as barrier,
             Bar(as_json) as bar,

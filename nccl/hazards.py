@@ -74,7 +74,6 @@ def _of_communicators(communicators: Sequence[Communicator]) -> Iterator[Hazard]
         if n > 1:
             message = f"{label} has {n} ranks in this process: its suspend would wait for itself"
             yield _nccl(message, "start one process for each GPU, as torchrun does")
-    yield from several(communicators)
     for c in communicators:
         try:
             state = c.library.async_error(c.pointer)
@@ -86,16 +85,6 @@ def _of_communicators(communicators: Sequence[Communicator]) -> Iterator[Hazard]
                 yield from _of_memory(c)
         except GpuckptError as error:
             yield _nccl(f"{c.label} does not answer: {error.message}", error.hint)
-
-
-def several(communicators: Sequence[Communicator]) -> Iterator[Hazard]:
-    """More than one: seen to break. With a default group, a new one and a split one, the first worked after the restore, and a sum on the
-    second faulted the GPU (NCCL 2.30.7, driver 580.159.04, benchmarks/results/two_ranks.json). Why is not known.
-    """
-    labels = sorted({c.label for c in communicators})
-    if len(labels) > 1:
-        message = f"it has {len(labels)} communicators ({', '.join(labels)}): after a restore the second of such a process faulted the GPU"
-        yield _nccl(message, "keep to one NCCL group of more than one rank in each process, and use gloo for the others")
 
 
 def _of_memory(c: Communicator) -> Iterator[Hazard]:

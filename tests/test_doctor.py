@@ -294,7 +294,7 @@ def test_command_prints_aligned_text(machine: Machine, capsys: pytest.CaptureFix
 
 
 def test_command_asks_the_world_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuckpt.local.devices", lambda: FakeDevices(dataclasses.replace(GPU0, mig=True)))
+    monkeypatch.setattr("gpuckpt.early.devices", lambda: FakeDevices(dataclasses.replace(GPU0, mig=True)))
     result = CliRunner().invoke(command.doctor, ["--json"])
     assert result.exit_code == 6
     assert "MIG" in [c["name"] for c in json.loads(result.output)["checks"]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
@@ -18,7 +20,7 @@ _LOOK = "See what `nvidia-smi` and `dmesg` say."
 
 
 class NvmlDevices(Devices):
-    """The GPUs of this machine. NVML is initialised at the first question, once.
+    """The GPUs of this machine. NVML is initialised once.
 
     Raises, at any question:
         errors.NoDriver: no NVML, no kernel module, or two that do not match.
@@ -28,8 +30,12 @@ class NvmlDevices(Devices):
 
     simulated = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, warm: bool = False) -> None:
+        """*warm*: load it from now on, in a thread that ends with that; what fails is said at the first question."""
         self._initialised: Any = None
+        self._loader = threading.Thread(target=self._load, name="gpuckpt-nvml", daemon=True) if warm else None
+        if self._loader:
+            self._loader.start()
 
     def version(self) -> DriverVersion:
         nvml = self._nvml()
@@ -105,6 +111,16 @@ class NvmlDevices(Devices):
 
     def _nvml(self) -> Any:
         """``pynvml``, initialised."""
+        if self._loader:
+            self._loader.join()
+            self._loader = None
+        return self._initialise()
+
+    def _load(self) -> None:
+        with contextlib.suppress(Exception):
+            self._initialise()
+
+    def _initialise(self) -> Any:
         if self._initialised is None:
             import pynvml
 

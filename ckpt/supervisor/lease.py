@@ -142,7 +142,7 @@ class Lease:
 
 def uuids(gpus: Iterable[int | str]) -> list[str]:
     """The UUIDs of GPUs given by index or UUID. Raises :class:`gpuckpt.errors.Usage` for one that is not there."""
-    from gpuckpt.local import devices
+    from gpuckpt.early import devices
 
     known = {g.uuid: str(g.index) for g in devices().gpus()}
     found = []

@@ -2,9 +2,8 @@
 
 With ``--exec`` the ranks are started by ``gpuckpt exec``, with the preload library, which makes a cycle shorter. Ends after $LIMIT_S seconds
 (default 120): fewer cycles are made where they would not fit, and the results say how many.
-What breaks where there are several communicators is found out by $RANK_GROUPS (of ``world,new,split``, default world), $RANK_WARM,
-$RANK_SEVERAL=1, $RANK_UNBOUND (new groups are not split from the default one) and $RANK_COMMS=1 (down and up without the driver); NAME is
-then that of the results.
+$RANK_GROUPS says which process groups it has (default ``world,new,split``: the default one, a new one and a split one); with $RANK_STRAY=1
+each rank has a context on its neighbour's GPU as well. NAME is that of the results.
 Needs NCCL 2.29.7 or newer in torch's place, and one GPU a rank. An un-suspended job without agents must be refused, not lost.
 """
 
@@ -33,12 +32,6 @@ try:
         raise SystemExit(1)
     r.note("groups", first[0].get("groups"))
     r.note("preload", [tail(x.log, 4000).partition("\n")[0] for x in ranks] if preload else None)
-    if os.environ.get("RANK_COMMS"):
-        for i in range(cycles):
-            budget.step(f"{i}: down and up without the driver")
-            if not r.check(f"{i}: down and up without the driver, sums exact", ask(ranks, "comms") == first):
-                break
-        raise SystemExit(0)
     budget.step("dry run, and one rank alone")
     code, plan, _ = gpuckpt("suspend", ranks[0].pid, "--dry-run")
     r.check("dry run: every rank, agent steps", code == 0 and not plan["plan"]["refused"], [plan.get("plan"), plan.get("hazards")])
