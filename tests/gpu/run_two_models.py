@@ -1,147 +1,159 @@
 """Two models that do not fit on one GPU together, `gpuckpt run --share`: requests in turn, at once, and a lease that fills the GPU.
 
-usage: run_two_models.py MODEL_A MODEL_B [ROUNDS] [-- VLLM ARGS]
+usage: run_two_models.py [--rounds N] [--leases N] [--limit S] MODEL_A MODEL_B [-- VLLM ARGS]
 
-An unmodified `openai` client asks, if it is installed. It ends at the first thing that is not as it should be, and after eight
-minutes in any case. With GPUCKPT_SIMULATE it runs against tests/fake_vllm.py: that tries the script, and nothing else.
+An unmodified `openai` client asks, if it is installed. Both runs are started at once: each waits for the GPU by itself. With
+GPUCKPT_SIMULATE it runs against tests/fake_vllm.py: that tries the script, and nothing else.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
 
+import lab
 import runs
 from lab import SIMULATED, Results, used_mib, wait_for
+from runs import part
 
-LIMIT_S = 480.0
-#: What comes after the rounds takes so long.
-REST_S = 120.0
+LIMIT_S = 540.0
+START_S = 200.0
 SHARE = ("--share", "--least-awake", "500ms")
-#: A program that fills what is free of the GPU, computes on it, and says how many MiB it had and the card has.
-TRAINER = """
-import ctypes, time
-l = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); free = ctypes.c_size_t(); total = ctypes.c_size_t(); p = ctypes.c_void_p()
-assert l.cuInit(0) == 0 and l.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0) == 0 and l.cuCtxSetCurrent(c) == 0
-assert l.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
-n = free.value - (512 << 20)
-assert l.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(n)) == 0
-for k in range(20):
-    assert l.cuMemsetD32_v2(p, k, ctypes.c_size_t(n // 4)) == 0 and l.cuCtxSynchronize() == 0
-time.sleep(1.0)
-print(n >> 20, total.value >> 20)
-"""
-SIMULATED_TRAINER = "import os, time\nfrom gpuckpt.driver.simulated_store import SimulatedWorldDir as W\nw = W(os.environ['GPUCKPT_SIMULATE'])\nw.register(os.getpid(), {sorted(w.peek().rules.gpus)[0]: 79 << 30})\ntime.sleep(0.5)\nprint(79 << 10, 80 << 10)\n"
+#: The end takes so long.
+END_S = 20.0
+#: A round may take so long, before it is known how long one takes.
+FIRST_S = 30.0
 
 
-def main() -> None:
-    words = sys.argv[1:]
-    extra = words[words.index("--") + 1 :] if "--" in words else []
-    words = words[: words.index("--")] if "--" in words else words
-    rounds = int(words[2]) if len(words) > 2 else 8
-    if SIMULATED:
-        extra = ["--gib", "50", "--sleep-frees", "45", *extra]
-    else:
-        extra = ["--gpu-memory-utilization", "0.85", *extra]
-    runs.begin(LIMIT_S)
-    r = Results("run_two_models")
-    watch = Watch()
-    try:
-        show(r, words[0], words[1], rounds, extra, watch)
-    except Exception as e:  # noqa: BLE001 - the rest is of no use then
-        r.check("it went through", False, f"{type(e).__name__}: {e}")
-    for run in runs.started:
-        r.note(f"operations_{run.name}", run.operations())
-        r.note(f"log_tail_{run.name}", run.tail(3000))
-    r.note("gpu_mib_over_time", watch.points)
-    r.note("events", watch.events)
-    r.finish()
+class Watch:
+    """The memory in use on the GPU, ten times a second, and what happened when."""
+
+    def __init__(self, r: Results) -> None:
+        self._r = r
+        self.points: list[tuple[float, int]] = []
+        self.events: list[tuple[float, str]] = []
+        self._begun = time.monotonic()
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def event(self, what: str) -> None:
+        self.events.append((round(time.monotonic() - self._begun, 1), what))
+        self._r.document["gpu_mib_over_time"] = list(self.points)
+        self._r.note("events", self.events)
+        print(self.events[-1], flush=True)
+
+    def _sample(self) -> None:
+        """A point where it changes, and where it begins to."""
+        last: tuple[float, int] | None = None
+        while True:
+            now = (round(time.monotonic() - self._begun, 1), used_mib())
+            if not self.points or abs(now[1] - self.points[-1][1]) > 64:
+                if last is not None and last != self.points[-1]:
+                    self.points.append(last)
+                self.points.append(now)
+            elif now[0] - self.points[-1][0] >= 5:
+                self.points.append(now)
+            last = now
+            time.sleep(0.1)
 
 
-def show(r: Results, model_a: str, model_b: str, rounds: int, extra: list[str], watch: Watch) -> None:
-    empty = used_mib()
-    both: list[runs.Run] = []
-    ask: dict[str, Any] = {}
-    reference: dict[str, Any] = {}
-    for name, model, port in (("a", model_a, 8131), ("b", model_b, 8132)):
-        watch.event(f"start {name}")
-        run = runs.Run(name, model, port, *SHARE, vllm=extra)
-        both.append(run)
-        must(r.check(f"{name} came up", run.until("awake", within_s=200), run.state()))
-        r.note(f"start_{name}_s", round(time.monotonic() - run.begun, 1))
-        ask[name] = client(run)
-        ask[name]()
-        reference[name], warm_s = ask[name]()
-        r.note(f"warm_answer_{name}_s", warm_s)
-        r.note(f"awake_{name}_mib", used_mib())
-    a, b = both
-    r.check("the first left the GPU for the second to start", a.state() == "suspended", a.state())
-    r.check("together they are more than the card", mib(r, "a") + mib(r, "b") > total_mib(), [mib(r, "a"), mib(r, "b"), total_mib()])
-    r.note("client", "openai" if openai_client() else "plain HTTP")
+class Show:
+    def __init__(self, r: Results, models: list[str], vllm: list[str]) -> None:
+        self.r, self.watch, self.empty, self.total = r, Watch(r), used_mib(), used_mib() + lab.free_mib()
+        self.watch.event("start both")
+        self.both = [runs.Run(n, m, p, *SHARE, vllm=vllm) for n, m, p in zip("ab", models, (8131, 8132), strict=True)]
+        self.ask = {run.name: client(run) for run in self.both}
+        self.reference: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.leases: list[dict[str, Any]] = []
 
-    rows: list[dict[str, Any]] = []
-    for n in range(rounds):
-        if runs.left_s() < REST_S:
-            break
-        for run in (a, b):
-            watch.event(f"ask {run.name}")
-            answer, seconds = ask[run.name]()
-            rows.append({"round": n, "model": run.name, "seconds": seconds, "same": answer == reference[run.name]})
-            r.note("rows", rows)
-            print(rows[-1], flush=True)
-            must(rows[-1]["same"])
-    r.check(f"{len(rows) // 2} rounds of alternating requests, every answer right", len(rows) >= 4, {"seconds": sorted(x["seconds"] for x in rows)})
+    def start(self) -> None:
+        for run in self.both:
+            run.came_up(self.r, 2 * START_S)
+            self.watch.event(f"{run.name} is up")
 
-    watch.event("16 requests at once for both")
-    answers: list[tuple[str, Any]] = []
-    clients = [threading.Thread(target=lambda k=k: answers.append((k, ask[k]()[0])), daemon=True) for k in "abab" * 4]
-    for c in clients:
-        c.start()
-    for c in clients:
-        c.join(100)
-    wrong = [k for k, answer in answers if answer != reference[k] and not SIMULATED]
-    r.check("16 at once for both, none failed", len(answers) == 16 and all(isinstance(x[1][0], list) for x in answers), {"other text": wrong})
+    def answers(self) -> None:
+        """What each says when it has the GPU, and how much of it that takes."""
+        mib = {}
+        for run, other in (self.both, self.both[::-1]):
+            self.watch.event(f"ask {run.name}")
+            run.reference(self.r)
+            other.suspended()
+            self.reference[run.name] = self.ask[run.name]()[0]
+            mib[run.name] = used_mib() - self.empty
+        self.r.note("awake_mib", mib)
+        self.r.check("together they are more than the card", sum(mib.values()) > self.total, {**mib, "card": self.total})
+        self.r.check("each has answers of its own", SIMULATED or self.reference["a"] != self.reference["b"])
 
-    for n in range(3):
-        watch.event("lease")
-        begun = time.monotonic()
-        script = SIMULATED_TRAINER if SIMULATED else TRAINER
-        job = subprocess.Popen(["gpuckpt", "lease", "--gpu", "0", "--timeout", "60s", "--", sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        runs.programs.append(job)
-        waited: list[Any] = []
-        other = threading.Thread(target=lambda: waited.append(ask["b"]()), daemon=True)
-        wait_for(lambda: b.state() == "suspended", 30)
-        other.start()  # it comes while the other program has the GPU
-        said = job.communicate(timeout=90)[0].split()
-        seconds = round(time.monotonic() - begun, 2)
-        watch.event("lease ends")
-        must(r.check(f"lease {n}: another program filled the GPU", job.returncode == 0 and len(said) == 2 and int(said[0]) > 0.95 * int(said[1]), said))
-        other.join(100)
-        must(r.check(f"lease {n}: the request that came meanwhile is answered, the same", bool(waited) and waited[0][0] == reference["b"], {"lease_s": seconds, "answer_s": waited and waited[0][1]}))
-        must(r.check(f"lease {n}: the other model answers, the same", ask["a"]()[0] == reference["a"]))
+    def rounds(self, most: int, keep_s: float) -> None:
+        longest = FIRST_S
+        while len(self.rows) < 2 * most and runs.left_s() > keep_s + longest:
+            begun = time.monotonic()
+            for run in self.both:
+                self.watch.event(f"ask {run.name}")
+                answer, seconds = self.ask[run.name]()
+                self.rows.append({"model": run.name, "seconds": seconds, "same": answer == self.reference[run.name]})
+                self.r.note("rows", self.rows)
+                print(self.rows[-1], flush=True)
+            longest = max(5.0, time.monotonic() - begun)
+        good = len(self.rows) >= 2 and all(x["same"] for x in self.rows)
+        self.r.check("alternating requests, a swap each: every answer right", good, sorted(x["seconds"] for x in self.rows))
 
-    codes = [run.end(60) for run in both]
-    gone = wait_for(lambda: used_mib() <= empty, 20)
-    r.check("SIGTERM ends both and leaves no GPU memory", gone, {"exit": codes, "mib": used_mib()})
+    def at_once(self) -> None:
+        self.watch.event("16 requests at once for both")
+        answers: list[tuple[str, Any]] = []
+        clients = [threading.Thread(target=lambda k=k: answers.append((k, self.ask[k]()[0])), daemon=True) for k in "abab" * 4]
+        for c in clients:
+            c.start()
+        for c in clients:
+            c.join(60)
+        other = [k for k, answer in answers if answer != self.reference[k]]  # batched otherwise: the last bits are vLLM's
+        good = len(answers) == 16 and all(isinstance(x[1][0], list) for x in answers)
+        self.r.check("16 at once for both, none failed", good, {"answered": len(answers), "not_bit_identical": other})
 
+    def lend(self, most: int, keep_s: float) -> None:
+        """A program has the whole GPU; a request that comes meanwhile waits, and is answered after it."""
+        longest = FIRST_S
+        b = self.both[1]
+        while len(self.leases) < most and runs.left_s() > keep_s + longest:
+            self.watch.event("lease")
+            begun = time.monotonic()
+            program, path = runs.lease()
+            waited: list[Any] = []
+            other = threading.Thread(target=lambda to=waited: to.append(self.ask["b"]()), daemon=True)
+            wait_for(lambda: b.state() == "suspended", 30)
+            other.start()
+            all_of_it, said = runs.filled(program, path, 60)
+            self.watch.event("lease ends")
+            row: dict[str, Any] = {"lease_s": round(time.monotonic() - begun, 2), "filled": all_of_it, "said": said}
+            other.join(60)
+            row |= {"waited_s": waited[0][1] if waited else None, "same": bool(waited) and waited[0][0] == self.reference["b"]}
+            row["other_same"] = self.ask["a"]()[0] == self.reference["a"]
+            self.leases.append(row)
+            self.r.note("leases", self.leases)
+            print("lease", row, flush=True)
+            longest = max(5.0, time.monotonic() - begun)
+        good = bool(self.leases) and all(x["filled"] and x["same"] and x["other_same"] for x in self.leases)
+        self.r.check("lent to a program that filled the GPU; requests that came meanwhile and later are answered the same", good)
 
-def openai_client() -> Any:
-    try:
-        import openai
-    except ImportError:
-        return None
-    return openai.OpenAI
+    def end(self) -> None:
+        codes = [run.end(15) for run in self.both]
+        gone = wait_for(lambda: used_mib() <= self.empty, 10)
+        self.watch.event("both ended")
+        self.r.check("SIGTERM ends both and leaves no GPU memory", gone, {"exit": codes, "mib": used_mib()})
 
 
 def client(run: runs.Run) -> Any:
-    """Asks the run for what :meth:`runs.Run.complete` asks; with the openai client where there is one, which may try twice."""
-    make = openai_client()
-    if make is None:
-        return lambda: run.complete(100)
-    api = make(base_url=f"http://127.0.0.1:{run.port}/v1", api_key="none", timeout=100)
+    """Asks the run what :meth:`runs.Run.complete` asks; with the openai client where there is one, which may try twice."""
+    try:
+        import openai
+    except ImportError:
+        def plain() -> tuple[Any, float]:
+            answer = run.complete(100)
+            return answer.found, answer.seconds
+
+        return plain
+    api = openai.OpenAI(base_url=f"http://127.0.0.1:{run.port}/v1", api_key="none", timeout=100)
 
     def ask() -> tuple[Any, float]:
         begun = time.monotonic()
@@ -152,40 +164,22 @@ def client(run: runs.Run) -> Any:
     return ask
 
 
-class Watch:
-    """The memory in use on the GPU, ten times a second, and what happened when."""
-
-    def __init__(self) -> None:
-        self.points: list[tuple[float, int]] = []
-        self.events: list[tuple[float, str]] = []
-        self._begun = time.monotonic()
-        threading.Thread(target=self._sample, daemon=True).start()
-
-    def event(self, what: str) -> None:
-        self.events.append((round(time.monotonic() - self._begun, 1), what))
-        print(self.events[-1], flush=True)
-
-    def _sample(self) -> None:
-        while True:
-            mib_now, now = used_mib(), round(time.monotonic() - self._begun, 1)
-            if not self.points or abs(mib_now - self.points[-1][1]) > 64 or now - self.points[-1][0] >= 5:
-                self.points.append((now, mib_now))
-            time.sleep(0.1)
-
-
-def mib(r: Results, name: str) -> int:
-    return int(r.document[f"awake_{name}_mib"])
-
-
-def total_mib() -> int:
-    import lab
-
-    return int(lab.used_mib() + lab.free_mib())
-
-
-def must(ok: bool) -> None:
-    if not ok:
-        raise RuntimeError("the rest is left out")
+def main() -> None:
+    chosen, vllm = runs.arguments(__doc__, 2, {"rounds": 8, "leases": 3}, LIMIT_S)
+    vllm = ["--gib", "50", "--sleep-frees", "45", *vllm] if SIMULATED else ["--gpu-memory-utilization", "0.85", *vllm]
+    runs.begin(chosen.limit)
+    r = Results("run_two_models")
+    r.note("wanted", {"rounds": chosen.rounds, "leases": chosen.leases, "limit_s": chosen.limit})
+    show = Show(r, chosen.models, vllm)
+    r.note("client", "plain HTTP" if show.ask["a"].__name__ == "plain" else "openai")
+    if part(r, "start", 30, show.start) and part(r, "answers", 10, show.answers):
+        part(r, "first rounds", END_S + FIRST_S + 1, lambda: show.rounds(2, END_S))
+        part(r, "at once", END_S + FIRST_S, show.at_once)
+        part(r, "a lease", END_S + FIRST_S + 1, lambda: show.lend(1, END_S))
+        part(r, "more rounds", END_S + 15, lambda: show.rounds(chosen.rounds, END_S + 15 * (chosen.leases - 1)))
+        part(r, "more leases", END_S + FIRST_S + 1, lambda: show.lend(chosen.leases, END_S))
+        part(r, "end", 10, show.end)
+    r.finish()
 
 
 if __name__ == "__main__":
