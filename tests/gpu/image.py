@@ -1,7 +1,8 @@
 """Images on disk against images in memory, in turn on one process, with `dd` beside them; what a damaged file, a kill -9 and a dead target leave.
 usage: image.py [GIB] [N] [DIR]
 
-DIR (default: the current directory) must be on a real disk. Ends at the first failure. Needs gpuckpt with its preload library.
+DIR (default: the current directory) must be on a real disk. Ends at the first failure, and after LIMIT_S in any case. On a slow disk it takes a
+smaller image, and fewer than N rounds where time is short: the file says how many. Needs gpuckpt with its preload library.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab import SIMULATED, Results, Target, gpuckpt, state, used_mib, wait_for
+from lab import SIMULATED, Results, Target, gpuckpt, left_s, limit, state, used_mib, wait_for
 
 from gpuckpt.image import file, keeper, preload
 from gpuckpt.inspect import host, processes
 
+LIMIT_S = 270.0
 gib, n = float(sys.argv[1]) if len(sys.argv) > 1 else 8, int(sys.argv[2]) if len(sys.argv) > 2 else 5
 place = Path(sys.argv[3] if len(sys.argv) > 3 else ".").absolute() / "gpuckpt-images"
 place.mkdir(mode=0o700, exist_ok=True)
 r = Results("image")
 ALONE = ("--no-tree", "--accept-loss", "possible-import")
 RANDOM = Path("/dev/shm/gpuckpt-random")  # what dd writes: disks of zeros are quicker
-PIECE = (64 << 20) if SIMULATED else (1 << 30)
+PIECE = (64 << 20) if SIMULATED else (256 << 20)
+SHORT = ("in_", "checkpoint", "store", "drop", "load", "restore", "suspended_rss_grew_mib", "available_mib")
 
 
 def must(what: str, ok: bool, seen: object = None) -> None:
@@ -60,13 +63,13 @@ def held(t: Target) -> Path:
 
 
 def down(t: Target, keep_in: str) -> dict[str, Any]:
-    code, document, wall = gpuckpt("suspend", t.pid, *ALONE, "--keep-in", keep_in, timeout=550)
+    code, document, wall = gpuckpt("suspend", t.pid, *ALONE, "--keep-in", keep_in, timeout=100)
     must(f"suspend, kept in {keep_in}", code == 0, document.get("error"))
     return {"suspend_wall_s": wall, **{k: step(document, k) for k in ("checkpoint", "store", "drop")}, **document["processes"][0]["image"]}
 
 
 def up(t: Target) -> dict[str, Any]:
-    code, document, wall = gpuckpt("resume", t.pid, "--no-tree", timeout=550)
+    code, document, wall = gpuckpt("resume", t.pid, "--no-tree", timeout=100)
     must("resume", code == 0, document.get("error"))
     must("the same answers", t.same())
     return {"resume_wall_s": wall, **{k: step(document, k) for k in ("load", "restore")}}
@@ -78,8 +81,9 @@ def cycle(t: Target, keep_in: str) -> dict[str, Any]:
     row |= {"suspended_rss_grew_mib": t.rss_mib() - rss, "available_mib": available_mib() - available, "disk_mib": disk - free_mib()}
     row |= {"used_mib": used_mib(), "state": state(t.pid), "names": sorted(os.listdir(place))}
     row |= up(t)
+    wait_for(lambda: disk - free_mib() < 100, 5)  # the last descriptor is closed a moment after the process runs
     row |= {"rss_grew_mib": t.rss_mib() - rss, "disk_left_mib": disk - free_mib()}
-    print(json.dumps(row), flush=True)
+    print(json.dumps({k: row[k] for k in SHORT if row[k] is not None}), flush=True)
     return row
 
 
@@ -87,14 +91,16 @@ def dd(nbytes: int) -> dict[str, float]:
     """GiB a second of direct I/O in pieces of 16 MiB, writing with a flush at the end, and reading."""
     path, pieces = place / "dd", max(1, nbytes // PIECE)
     begun = time.perf_counter()
-    for i in range(pieces):
-        words = [f"if={RANDOM}", f"of={path}", "bs=16M", f"count={PIECE >> 24}", f"seek={i * (PIECE >> 24)}", "oflag=direct", "conv=notrunc"]
-        subprocess.run(["dd", *words, "status=none"], check=True, timeout=300)
-    subprocess.run(["sync", path], check=True, timeout=300)
-    written = time.perf_counter()
-    subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=16M", "iflag=direct", "status=none"], check=True, timeout=300)
-    read = time.perf_counter()
-    path.unlink()
+    try:
+        for i in range(pieces):
+            words = [f"if={RANDOM}", f"of={path}", "bs=16M", f"count={PIECE >> 24}", f"seek={i * (PIECE >> 24)}", "oflag=direct", "conv=notrunc"]
+            subprocess.run(["dd", *words, "status=none"], check=True, timeout=60)
+        subprocess.run(["sync", path], check=True, timeout=60)
+        written = time.perf_counter()
+        subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=16M", "iflag=direct", "status=none"], check=True, timeout=120)
+        read = time.perf_counter()
+    finally:
+        path.unlink(missing_ok=True)
     total = pieces * PIECE / (1 << 30)
     return {"write_gib_s": round(total / (written - begun), 3), "read_gib_s": round(total / (read - written), 3)}
 
@@ -106,13 +112,22 @@ def start(kind: str = "torch") -> Target:
     return Target(gib, "plain", env=environ)
 
 
+def fitting(rates: dict[str, float]) -> float:
+    """GiB of an image of which, at these rates, half of the time left moves all that is written and read: by us in 2 N + 6 ways each, by dd in N."""
+    seconds_a_gib = (2 * n + 6) * (1 / rates["write_gib_s"] + 1 / rates["read_gib_s"]) + (n + 8) * 0.5
+    return max(1.0, min(gib, round(left_s() / 2 / seconds_a_gib, 1)))
+
+
 def side_by_side(t: Target) -> None:
     rows: dict[str, list[dict[str, Any]]] = {"ram": [], "disk": []}
-    beside = []
-    for _ in range(n):
+    beside: list[dict[str, float]] = []
+    round_s = 0.0
+    while len(beside) < n and (not beside or left_s() > 4 * round_s):  # the rest takes about three rounds
+        begun = time.perf_counter()
         rows["ram"].append(cycle(t, "ram"))
         rows["disk"].append(cycle(t, str(place)))
         beside.append(dd(int(gib * (1 << 30))))
+        round_s = max(round_s, time.perf_counter() - begun)
         r.note("cycles", rows)
         r.note("dd", beside)
     disk = rows["disk"]
@@ -129,6 +144,7 @@ def side_by_side(t: Target) -> None:
     }
     of_dd = {k: round(median[k] / statistics.median(b[k] for b in beside), 3) for k in median}
     keys = ("suspend_wall_s", "checkpoint", "resume_wall_s", "restore")
+    r.note("rounds", len(beside))
     r.note("median", {kind: {k: round(statistics.median(x[k] for x in both), 3) for k in keys} for kind, both in rows.items()})
     r.note("rates", {**median, "of_dd": of_dd})
     print(json.dumps({"rates": median, "of_dd": of_dd}), flush=True)
@@ -154,7 +170,7 @@ def damaged(t: Target) -> None:
         before = f.read(1)
         f.seek(where)
         f.write(bytes([before[0] ^ 1]))
-    code, document, _ = gpuckpt("resume", t.pid, "--no-tree", timeout=550)
+    code, document, _ = gpuckpt("resume", t.pid, "--no-tree", timeout=100)
     must("a damaged file is refused", (code, document["error"]["code"]) == (3, "image-unreadable"), document.get("error"))
     must("and the process is checkpointed as before", state(t.pid) == "CHECKPOINTED")
     with open(path, "r+b") as f:
@@ -166,8 +182,8 @@ def damaged(t: Target) -> None:
 def killed(t: Target) -> None:
     """kill -9 of the command and its callers while the file is written."""
     disk = free_mib()
-    p = subprocess.Popen(["gpuckpt", "suspend", str(t.pid), *ALONE, "--keep-in", str(place)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: SIMULATED or free_mib() < disk - 100 or p.poll() is not None, 120)
+    p = subprocess.Popen(["gpuckpt", "suspend", str(t.pid), *ALONE, "--keep-in", str(place)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: SIMULATED or free_mib() < disk - 100 or p.poll() is not None, 60)
     for directory in Path("/proc").glob("[0-9]*"):
         try:
             if (directory / "comm").read_text().strip() == "gpuckpt-store":
@@ -175,7 +191,7 @@ def killed(t: Target) -> None:
         except OSError:
             continue
     p.kill()
-    p.communicate(timeout=60)
+    p.wait(20)
     code, document, _ = gpuckpt("recover")
     r.note("killed_while_writing", {"recover": code, "said": document.get("recovered"), "names": sorted(os.listdir(place))})
     must("after kill -9 of everything no file is left", not os.listdir(place), sorted(os.listdir(place)))
@@ -197,12 +213,16 @@ def dead(t: Target) -> None:
 
 if why := preload.problem():
     raise SystemExit(f"no preload library: {why}")
+limit(r, LIMIT_S)
 with open(RANDOM, "wb") as random:
     for _ in range(PIECE >> 20):
         random.write(os.urandom(1 << 20))
-r.note("gib", gib)
 r.note("file_system", file.filesystem(place))
 try:
+    r.note("disk", rates := dd(max(PIECE, (1 << 30) if not SIMULATED else 0)))
+    gib = fitting(rates)
+    r.note("gib", gib)
+    print(json.dumps({"gib": gib, "dd": rates}), flush=True)
     target = start()
     try:
         side_by_side(target)
@@ -212,10 +232,10 @@ try:
         dead(target)
     finally:
         target.end()
-    if os.environ.get("PLAIN_TARGET"):
+    if os.environ.get("PLAIN_TARGET") and left_s() > 60:
         target = start("plain")
         try:
-            r.note("plain", [cycle(target, str(place)) for _ in range(2)])
+            r.note("plain", [cycle(target, str(place))])
         finally:
             target.end()
 finally:

@@ -2,7 +2,8 @@
 does. usage: preload.py [GIB] [N]
 
 Answers first whether the library can act at all: "the restore thread maps the image, from libcuda" fails with the thread and the caller that
-it saw instead. Needs a C compiler for plain_target.c, or $PLAIN_TARGET, a build of it.
+it saw instead. Needs a C compiler for plain_target.c, or $PLAIN_TARGET, a build of it. Ends after LIMIT_S in any case; where time is short it
+makes fewer than N rounds, and the file says how many.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
-from lab import HERE, SIMULATED, Results, Target, gpuckpt, state, used_mib
+from lab import HERE, SIMULATED, Results, Target, gpuckpt, left_s, limit, state, used_mib
 
 from gpuckpt.image import preload
 from gpuckpt.image.preload import Unavailable
@@ -29,6 +31,7 @@ from gpuckpt.inspect import processes
 if SIMULATED:
     import lab_simulated
 
+LIMIT_S = 420.0
 gib, n = float(sys.argv[1]) if len(sys.argv) > 1 else 20, int(sys.argv[2]) if len(sys.argv) > 2 else 5
 r = Results("preload")
 FOLDER = tempfile.TemporaryDirectory()
@@ -50,9 +53,9 @@ def calls(pid: int, *names: str) -> list[list[Any]]:
     if SIMULATED:
         return lab_simulated.calls(pid, names)
     try:
-        p = subprocess.run([sys.executable, "-c", CALLS, str(pid), *names], capture_output=True, text=True, timeout=180)
+        p = subprocess.run([sys.executable, "-c", CALLS, str(pid), *names], capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        return [["", "HUNG", None, 180.0]]
+        return [["", "HUNG", None, 60.0]]
     return json.loads(p.stdout) if p.returncode == 0 else [["", p.stderr[-500:], None, 0.0]]
 
 
@@ -128,17 +131,20 @@ def cycle(t: Target) -> dict[str, Any]:
     return {**row, "same": t.same(), "rss_grew_mib": t.rss_mib() - rss}
 
 
-def side_by_side(kind: str) -> None:
-    """N suspends of each, in turn: the first one with, the first one without."""
+def side_by_side(kind: str, until_left_s: float) -> None:
+    """N suspends of each, in turn: the first one without, the first one with. Fewer, so that *until_left_s* are left for the rest."""
+    round_s = 0.0
     sides = {"without": start(kind, False, gib), "with": start(kind, True, gib)}
     rows: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     try:
         r.check(f"{kind}: the library is loaded where it should be", [preload.loaded(t.pid) for t in sides.values()] == [False, True])
-        for _ in range(n):
+        while len(rows["with"]) < n and (not round_s or left_s() > until_left_s + 1.2 * round_s):
+            begun = time.monotonic()
             for side, t in sides.items():
                 rows[side].append(cycle(t))
-                print(kind, side, json.dumps(rows[side][-1]), flush=True)
+                print(kind, side, json.dumps({k: rows[side][-1].get(k) for k in ("checkpoint", "restore", "same", "error")}), flush=True)
                 r.note(f"{kind}_cycles", rows)
+            round_s = max(round_s, time.monotonic() - begun)
     finally:
         for t in sides.values():
             t.end()
@@ -199,7 +205,6 @@ def failing_mmap(on: bool) -> bool:
         same = alive and state(t.pid) == "RUNNING" and t.same()
         found = {"lock": locked, "checkpoint": failed, "library": seen, "alive": alive, "back": back, "same": same}
         r.note(f"failing_mmap_{words}", found)
-        print(f"a failing image mmap {words} the library", json.dumps(found), flush=True)
         return bool(same)
     finally:
         t.end()
@@ -211,9 +216,10 @@ if not SIMULATED and not os.environ.get("PLAIN_TARGET") and shutil.which("gcc") 
     raise SystemExit("no C compiler: build plain_target.c elsewhere and name it in PLAIN_TARGET")
 r.note("gib", gib)
 r.note("threads", preload.threads(os.getpid()))
+limit(r, LIMIT_S)
 restore_thread()
-for kind in ("torch", "plain"):
-    side_by_side(kind)
+side_by_side("torch", left_s() / 2)
+side_by_side("plain", 45)
 without, with_library = failing_mmap(False), failing_mmap(True)
 r.note("a_failing_mmap_is_survived", {"without": without, "with": with_library})
 r.check("a failing image mmap is no worse with the library", with_library >= without, [without, with_library])
