@@ -20,6 +20,7 @@ from typing import Any
 from gpuckpt import claims, errors, plan
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
+from gpuckpt.image import paths
 from gpuckpt.journal import Member, Record
 from gpuckpt.model import Call, GpuProcess, Outcome, ProcessId, State
 from gpuckpt.walk import Failure, Walk
@@ -43,8 +44,12 @@ class Kept:
         on_disk, where = bool(seen.get("dropped")), RAM
         if on_disk:  # and a journal of somebody else may know where
             where = str(Path(member.image["path"]).parent) if member is not None and member.image is not None else "?"
-        made = {"path": seen.get("path", "driver"), **{k: seen.get(k) for k in ("populate_s", "threads", "huge_pages")}}
-        return cls(0 if on_disk else nbytes, nbytes if on_disk else 0, {**made, "in": where, "bytes": nbytes})
+        path = seen.get("path", paths.DRIVER)
+        made = {"path": path, **{k: seen.get(k) for k in ("why", "populate_s", "threads", "huge_pages")}}
+        seconds = next((s.seconds_by_pid.get(process.pid) for s in walk.steps if s.name == Call.CHECKPOINT), None)
+        estimate = None if walk.world.simulated else paths.other(path, nbytes, seconds)
+        made |= {"estimate": estimate and estimate.as_dict(), "in": where, "bytes": nbytes}
+        return cls(0 if on_disk else nbytes, nbytes if on_disk else 0, made)
 
 
 NOWHERE = Kept()

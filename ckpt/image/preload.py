@@ -15,7 +15,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from gpuckpt.image import keeper, page
+from gpuckpt.image import keeper, page, paths
 from gpuckpt.image.page import NAME, VARIABLE, Unavailable
 from gpuckpt.inspect import host
 from gpuckpt.model import ProcessId
@@ -69,6 +69,25 @@ class Result:
     populate_s: float
     threads: int
     huge_pages: bool
+
+    def why_not(self) -> str:
+        """Why an image took the driver's own path; "" if all took ours."""
+        slow = next((i for i in self.images if i.verdict is not Verdict.FAST), None)
+        if self.images and slow is None:
+            return ""
+        verdict, error = (slow.verdict, slow.error) if slow else (self.last, 0)
+        return _WHY[verdict] + (f": {os.strerror(error)}" if error else "")
+
+
+_WHY = {
+    Verdict.NOTHING: "the preload library was told of no checkpoint, or saw no mapping large enough",
+    Verdict.EXPIRED: "the preload library was told of the checkpoint too long before",
+    Verdict.OTHER_THREAD: "the image was not mapped by the driver's restore thread",
+    Verdict.OTHER_CALLER: "the image was not mapped by libcuda itself (does another library interpose mmap?)",
+    Verdict.NO_MAPPING: "no memory could be mapped",
+    Verdict.NO_POPULATE: "memory could not be populated by several threads",
+    Verdict.FAST: "the preload library did not note what it did",
+}
 
 
 # Starting programs.
@@ -199,16 +218,16 @@ def refuse_missing(process: ProcessId) -> None:
 
 
 def described(process: ProcessId) -> dict[str, Any]:
-    """How the image of a checkpointed *process* was made, for a report: by the driver alone, or with the library's help (``path``),
-    which took ``populate_s``, ``threads`` and ``huge_pages``; and whether memory of it was given back (``dropped``)."""
+    """How the image of a checkpointed *process* was made, for a report: by the driver alone, and ``why``, or with the library's help
+    (``path``), which took ``populate_s``, ``threads`` and ``huge_pages``; and whether memory of it was given back (``dropped``)."""
     try:
         seen = result(process)
-    except Unavailable:
-        return {"path": "driver", "dropped": False}
-    if not seen.images or any(i.verdict is not Verdict.FAST for i in seen.images):
-        return {"path": "driver", "dropped": keeper.dropped(process)}
+    except Unavailable as error:
+        return {"path": paths.DRIVER, "why": str(error), "dropped": False}
+    if why := seen.why_not():
+        return {"path": paths.DRIVER, "why": why, "dropped": keeper.dropped(process)}
     return {
-        "path": "preload",
+        "path": paths.PRELOAD,
         "populate_s": round(seen.populate_s, 4),
         "threads": seen.threads,
         "huge_pages": seen.huge_pages,

@@ -1,0 +1,42 @@
+"""The paths that an image can take into host memory, and what a suspend would have gained or lost on another one.
+
+That is an estimate: the time that this checkpoint took, times a ratio of two that were measured side by side elsewhere (``SOURCE``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from gpuckpt.model import GIB
+
+DRIVER, PRELOAD = "driver", "preload"
+
+#: Where the ratios come from; a test holds them to it.
+SOURCE = "benchmarks/results/preload.json"
+#: What a checkpoint with the library takes of the driver's own: torch with 16.7 GiB, a plain C program with 8.5 GiB.
+RATIOS = (0.392, 0.436)
+#: A smaller image is mostly fixed cost, of which nothing was measured side by side.
+LEAST_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a checkpoint would have taken on another *path*: from *low_s* to *high_s* seconds."""
+
+    path: str
+    low_s: float
+    high_s: float
+    source: str = SOURCE
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def other(path: str, nbytes: int, seconds: float | None) -> Estimate | None:
+    """Of an image of *nbytes* that took *path*, and *seconds* for its checkpoint. None where nothing is known that would tell."""
+    if seconds is None or nbytes < LEAST_BYTES:
+        return None
+    few, many = min(RATIOS), max(RATIOS)
+    if path == PRELOAD:
+        return Estimate(DRIVER, round(seconds / many, 2), round(seconds / few, 2))
+    return Estimate(PRELOAD, round(seconds * few, 2), round(seconds * many, 2))

@@ -1,0 +1,77 @@
+"""What a report and the doctor say of the path that an image took, and of what another would have taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from gpuckpt.cli.suspend import show
+from gpuckpt.image import paths
+from gpuckpt.image.preload import Image, Result, Verdict
+from gpuckpt.model import GIB, Report
+from tests import schedules
+from tests.conftest import Machine
+from tests.memory_world import MemoryWorld
+from tests.schedules import Player, Proc, Schedule
+
+SEEN = Result(0, (), 0, 0, Verdict.NOTHING, 0, 0, 0, 0.0, 0, False)
+
+
+def test_the_ratios_are_those_that_were_measured() -> None:
+    measured = json.loads((Path(__file__).parent.parent / paths.SOURCE).read_text())
+    assert (measured["torch_ratio"]["checkpoint"], measured["plain_ratio"]["checkpoint"]) == paths.RATIOS
+
+
+def test_the_other_path() -> None:
+    shorter = paths.other("driver", 16 * GIB, 10.0)
+    assert shorter == paths.Estimate("preload", 3.92, 4.36)
+    longer = paths.other("preload", 16 * GIB, 4.0)
+    assert longer is not None
+    assert (longer.path, longer.low_s < 10 < longer.high_s) == ("driver", True)
+    assert paths.other("driver", GIB, 1.0) is None, "mostly fixed cost"
+    assert paths.other("driver", 16 * GIB, None) is None, "suspended by another command"
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_there_are_words_for_each_verdict(verdict: Verdict) -> None:
+    assert dataclasses.replace(SEEN, last=verdict).why_not()
+    failed = dataclasses.replace(SEEN, images=(Image(1, GIB, verdict, 12),)).why_not()
+    assert (failed == "") == (verdict is Verdict.FAST)
+    assert "Cannot allocate memory" in failed or not failed
+
+
+def suspended(monkeypatch: pytest.MonkeyPatch, **image: object) -> Report:
+    """The report of a suspend of 8 GiB that took a second, on GPUs that do not say that they are simulated."""
+    monkeypatch.setattr(MemoryWorld, "simulated", False)
+    monkeypatch.setattr(MemoryWorld, "image", lambda *_: {"dropped": False, **image})
+    (report,) = Player.of(Schedule((Proc(gib=8),), ())).play(schedules.Step("suspend")).reports
+    return report
+
+
+def test_a_report_tells_the_path_why_and_what_the_other_would_have_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = suspended(monkeypatch, path="driver", why="no preload library in pid 1000")
+    (p,) = report.processes
+    assert p.image is not None
+    assert (p.image["path"], p.image["why"]) == ("driver", "no preload library in pid 1000")
+    assert p.image["estimate"] == {"path": "preload", "low_s": 0.39, "high_s": 0.44, "source": paths.SOURCE}
+    show(report)
+    said = capsys.readouterr().out
+    assert "by the driver alone: no preload library in pid 1000 (estimate with the preload library: about 0.4-0.4 s of checkpoint" in said
+    report = suspended(monkeypatch, path="preload")
+    show(report)
+    assert "with the preload library (estimate without: about 2.3-2.5 s of checkpoint" in capsys.readouterr().out
+
+
+def test_nothing_is_made_up_of_simulated_times(machine: Machine) -> None:
+    target = machine.target("--gib", "8")
+    (p,) = machine.gpuckpt("suspend", target.pid).document["processes"]
+    assert (p["image"]["path"], p["image"]["estimate"]) == ("driver", None)
+    assert p["image"]["why"].startswith("no preload library")
+    (p,) = machine.gpuckpt("suspend", target.pid).document["processes"]
+    assert (p["image"]["path"], p["image"]["estimate"]) == ("driver", None), "asked for twice, too"
+    assert "estimate" not in machine.gpuckpt("suspend", target.pid, json=False).stdout
