@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <semaphore.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -63,4 +64,42 @@ void fake_map(void *mapping)
     errno = 0;
     m->result = mmap(m->address, m->nbytes, m->protection, m->flags, m->fd, m->offset);
     m->error = errno;
+}
+
+#define BUFFER ((size_t)2 << 20)
+#define BUFFERS 4
+
+typedef struct {
+    unsigned char *image;
+    size_t nbytes, wrong;
+    unsigned seed;
+    int back;
+} Copy;
+
+static unsigned char buffers[BUFFERS][BUFFER] __attribute__((aligned(4096)));
+
+static unsigned char expected(size_t at, unsigned seed)
+{
+    return (unsigned char)(at * 7 + (at >> 12) * 13 + (at >> 21) * 29 + seed);
+}
+
+/* Copies from here, in the thread that calls: through buffers in turn into the image, or out of it. */
+void fake_copy(void *copy)
+{
+    Copy *c = copy;
+    c->wrong = 0;
+    for (size_t at = 0; at < c->nbytes; at += BUFFER) {
+        unsigned char *buffer = buffers[at / BUFFER % BUFFERS];
+        size_t n = c->nbytes - at < BUFFER ? c->nbytes - at : BUFFER;
+        if (c->back) {
+            memset(buffer, 0, n);
+            memcpy(buffer, c->image + at, n);
+            for (size_t i = 0; i < n; i++)
+                c->wrong += buffer[i] != expected(at + i, c->seed);
+        } else {
+            for (size_t i = 0; i < n; i++)
+                buffer[i] = expected(at + i, c->seed);
+            c->wrong += memcpy(c->image + at, buffer, n) != c->image + at;
+        }
+    }
 }

@@ -132,8 +132,9 @@ class Program:
         return err
 
 
-def build(folder: Path) -> Path:
-    """*folder*, with the program, its libcuda, and other preload libraries."""
+def build(folder: Path, binding: str = "now") -> Path:
+    """*folder*, with the program, its libcuda, and other preload libraries. That libcuda's imports are bound at once and then read-only, or
+    (*binding* lazy) when used."""
     if shutil.which("gcc") is None:
         pytest.fail("the tests of the preload library compile C: install gcc")
     if preload.library() is None:
@@ -141,7 +142,7 @@ def build(folder: Path) -> Path:
     folder.mkdir()
     cuda = folder / "libcuda.so.1"
     commands = [
-        [*SHARED, "-Wl,-soname,libcuda.so.1", "-o", cuda, HERE / "image_libcuda.c", "-lpthread"],
+        [*SHARED, f"-Wl,-soname,libcuda.so.1,-z,{binding}", "-o", cuda, HERE / "image_libcuda.c", "-lpthread"],
         [*COMPILE, "-o", folder / "program", HERE / "image_program.c", cuda, "-lpthread"],
         [*SHARED, "-o", folder / "malloc.so", HERE / "image_interposer.c"],
         [*SHARED, "-DMAP", "-o", folder / "mmap.so", HERE / "image_interposer.c", "-ldl"],

@@ -5,6 +5,9 @@
  *   zero ADDRESS NBYTES      is all of it zero? Then fills it
  *   unmap ADDRESS NBYTES
  *   lock ADDRESS NBYTES      with mlock2(MLOCK_ONFAULT), which needs no right
+ *   fill | check WHO ADDRESS NBYTES SEED   WHO (thread or image): libcuda copies a pattern there, or back; how many bytes are wrong
+ *   forked WHO ADDRESS NBYTES SEED   the same in a child
+ *   often                    from now on a signal each half millisecond comes to the restore thread, whose handler maps and unmaps
  *   child                    the pid of a child that waits; exec: becomes /bin/true
  *   rlimit NAME NBYTES       NAME: as, nproc
  *   deny CALL ERROR [ADVICE] seccomp: madvise, clone or close_range fails with ERROR; with ADVICE only that one
@@ -41,6 +44,15 @@ typedef struct {
 int fake_start(void);
 void fake_in_restore_thread(void (*code)(void *), void *argument);
 void fake_map(void *mapping);
+
+typedef struct {
+    unsigned char *image;
+    size_t nbytes, wrong;
+    unsigned seed;
+    int back;
+} Copy;
+
+void fake_copy(void *copy);
 extern __attribute__((weak)) long interposer_mallocs(void); /* of malloc_interposer.c */
 
 #define MIB (1UL << 20)
@@ -146,6 +158,25 @@ int main(void)
             map(who, &m);
             long mallocs = interposer_mallocs ? interposer_mallocs() - before : 0;
             printf("%lx %d %ld\n", m.result == MAP_FAILED ? 0 : (unsigned long)m.result, m.error, mallocs);
+        } else if (sscanf(line, "%31s", who) == 1 && (!strcmp(who, "fill") || !strcmp(who, "check") || !strcmp(who, "forked"))) {
+            Copy c = {.back = !strcmp(who, "check")};
+            if (sscanf(line, "%*s %31s %lx %zu %u", who, &a, &c.nbytes, &c.seed) != 4)
+                return 1;
+            c.image = (unsigned char *)a;
+            if (line[2] == 'r') { /* forked: a child fills, for itself */
+                pid_t child = fork();
+                if (child == 0) {
+                    fake_copy(&c);
+                    c.back = 1;
+                    fake_copy(&c);
+                    _exit(c.wrong != 0);
+                }
+                c.wrong = (size_t)ended(child);
+            } else if (!strcmp(who, "image"))
+                fake_in_restore_thread(fake_copy, &c);
+            else
+                fake_copy(&c);
+            printf("%zu\n", c.wrong);
         } else if (sscanf(line, "zero %lx %lu", &a, &b) == 2) {
             unsigned long other = 0;
             for (unsigned long i = 0; i < b; i += 8)
@@ -161,6 +192,14 @@ int main(void)
             if (child == 0)
                 pause();
             printf("%d\n", (int)child);
+        } else if (!strncmp(line, "often", 5)) {
+            struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
+            struct itimerval often = {{0, 500}, {0, 500}};
+            sigset_t ours;
+            sigemptyset(&ours), sigaddset(&ours, SIGALRM);
+            pthread_sigmask(SIG_BLOCK, &ours, NULL); /* here, so that they come to the restore thread */
+            sigaction(SIGALRM, &action, NULL);
+            printf("%d\n", setitimer(ITIMER_REAL, &often, NULL));
         } else if (!strncmp(line, "exec", 4)) {
             execl("/bin/true", "true", NULL);
         } else if (sscanf(line, "rlimit %31s %lu", who, &a) == 2) {

@@ -320,8 +320,12 @@ def _restore(backend: Driver, process: ProcessId, request: dict[str, Any]) -> No
             hint="resume it as the user and with the GPUCKPT_STATE_DIR that it was suspended with",
             pid=process.pid,
         )
-    backend.restore(process.pid, request["gpu_map"], initialise=request["initialise"])
-    if preload.loaded(process.pid):
+    with contextlib.ExitStack() as announced:
+        if known := preload.loaded(process.pid):
+            with contextlib.suppress(Exception):
+                announced.enter_context(preload.announced(process, backend.restore_thread(process.pid), preload.announce_restore))
+        backend.restore(process.pid, request["gpu_map"], initialise=request["initialise"])
+    if known:
         with contextlib.suppress(Exception):
             preload.forget(process)
 

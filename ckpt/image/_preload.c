@@ -29,6 +29,7 @@
  */
 #undef _FILE_OFFSET_BITS /* with 64 the header would make our mmap a second mmap64 */
 #define _GNU_SOURCE
+#include "_preload.h"
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -74,7 +75,6 @@ __asm__(".symver dlsym, dlsym@GLIBC_2.17");
 #define CHUNK ((uintptr_t)64 << 20) /* what a thread takes at a time: a multiple of a huge page */
 #define MOST_THREADS 16
 #define MOST_IMAGES 16
-#define STACK_BYTES 16384 /* for work() and system calls; signals, which would need more, are blocked */
 #define IMAGE_FLAGS (MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE)
 
 enum state { STARTING, READY, OFF };
@@ -116,7 +116,8 @@ static struct {
     _Atomic uint64_t operation; /* 0: none is announced. Written last */
     uint32_t pid, tid;          /* as this process sees them: a forked child has another pid, and what it inherited is void */
     uint64_t expires_ns;        /* CLOCK_BOOTTIME */
-    uint64_t libcuda_from, libcuda_to;
+    uint64_t libcuda_from, libcuda_to; /* its code; 0 while restoring: then nothing that it maps is an image */
+    uint64_t libcuda_base;             /* where it begins; 0: its copies are left alone */
     uint32_t threads, reserved1;
     /* by us */
     _Atomic uint32_t seen, last_verdict; /* large populated mappings while announced, and the last one's fate */
@@ -125,6 +126,8 @@ static struct {
     _Atomic uint64_t last_caller, last_nbytes;
     uint64_t populate_ns;
     uint32_t threads_used, huge;
+    _Atomic uint64_t copied; /* bytes, by several threads */
+    _Atomic uint32_t copies, copy_threads;
     struct image image[MOST_IMAGES];
     /* The keeper. By us */
     _Atomic int32_t keeper;    /* its tid, which the kernel clears when it has ended */
@@ -141,14 +144,13 @@ static struct {
     uint64_t from, to;
     uint64_t reserved3[5];
     char path[960]; /* as this process sees it */
-} page __attribute__((aligned(64))) = {.magic = "gpuckpt-preload", .version = 2, .wake = -1, .held = -1};
-_Static_assert(sizeof page == 1568 && sizeof(struct image) == 24 && offsetof(__typeof__(page), keeper) == 512, "the layout that page.py has");
+} page __attribute__((aligned(64))) = {.magic = "gpuckpt-preload", .version = 3, .wake = -1, .held = -1};
+_Static_assert(sizeof page == 1592 && sizeof(struct image) == 24 && offsetof(__typeof__(page), keeper) == 536, "the layout that page.py has");
 
 typedef void *mapper(void *, size_t, int, int, int, off_t);
 static mapper *next;
 
-/* A system call that leaves errno alone: helpers share the thread-local storage of the thread that started them. */
-static long quietly5(long number, long a, long b, long c, long d, long e)
+long quietly5(long number, long a, long b, long c, long d, long e)
 {
 #if defined(__x86_64__)
     long result;
@@ -165,9 +167,24 @@ static long quietly5(long number, long a, long b, long c, long d, long e)
 #endif
 }
 
-static long quietly(long number, long a, long b, long c, long d)
+long quietly(long number, long a, long b, long c, long d)
 {
     return quietly5(number, a, b, c, d, 0);
+}
+
+int bare_thread(int (*body)(void *), void *argument, char *top, _Atomic int *tid, int own_table)
+{
+    unsigned long all = ~0UL, mask = 0;
+    const int flags = CLONE_VM | CLONE_FS | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID;
+    int before = errno;
+    if (quietly(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&all, (long)&mask, sizeof all) < 0)
+        return -1; /* the thread would inherit a mask with which it may be interrupted */
+    int made = clone(body, top, own_table ? flags : flags | CLONE_FILES, argument, (pid_t *)tid, NULL, (pid_t *)tid);
+    if (made < 0)
+        atomic_store(tid, 0);
+    quietly(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&mask, 0, sizeof mask);
+    errno = before;
+    return made < 0 ? -1 : 0;
 }
 
 static uint64_t now_ns(clockid_t clock)
@@ -241,8 +258,6 @@ static int populate(void *address, size_t nbytes)
     _Atomic int alive[MOST_THREADS - 1]; /* the helper's tid, which the kernel clears when it has ended */
     unsigned helpers = 0, wanted = threads_for(nbytes) - 1;
     unsigned long all = ~0UL, mask = 0;
-    const int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_PARENT_SETTID |
-                      CLONE_CHILD_CLEARTID;
     atomic_init(&crew.at, crew.begin & ~(CHUNK - 1));
     atomic_init(&crew.error, 0);
     /* Helpers inherit the mask. This thread keeps it until they have ended: they use what lies on its stack, and a handler might jump
@@ -250,7 +265,7 @@ static int populate(void *address, size_t nbytes)
     int blocked = wanted && quietly(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&all, (long)&mask, sizeof all) == 0;
     if (blocked)
         for (; helpers < wanted; helpers++) /* no thread to be had, by rlimit, cgroup or seccomp: with fewer */
-            if (clone(work, stacks[helpers] + STACK_BYTES, flags, &crew, (pid_t *)&alive[helpers], NULL, (pid_t *)&alive[helpers]) < 0)
+            if (bare_thread(work, &crew, stacks[helpers] + STACK_BYTES, &alive[helpers], 0) != 0)
                 break;
     work(&crew);
     for (unsigned i = 0; i < helpers; i++)
@@ -294,8 +309,10 @@ static long do_as_asked(uint32_t request)
         result = -populate((void *)from, to - from);
         atomic_store(&busy, 0);
         break;
-    case LOADED:
     case END:
+        give_back_copies();
+        /* fall through */
+    case LOADED:
         atomic_store(&page.dropped, 0);
         break;
     }
@@ -333,7 +350,6 @@ static int keep(void *unused)
 
 static void start_keeper(void)
 {
-    unsigned long all = ~0UL, mask = 0;
     uint32_t pid = (uint32_t)quietly(SYS_getpid, 0, 0, 0, 0);
     if (atomic_load(&page.keeper) && page.keeper_pid == pid)
         return;
@@ -343,17 +359,27 @@ static void start_keeper(void)
     atomic_store(&page.wake, -1);
     atomic_store(&page.dropped, 0);
     atomic_store(&page.answered, atomic_load(&page.asked));
-    if (quietly(SYS_rt_sigprocmask, 0, (long)&all, (long)&mask, sizeof all) < 0)
-        return;
-    /* no CLONE_FILES: a table of its own */
-    if (clone(keep, keeper_stack + STACK_BYTES,
-              CLONE_VM | CLONE_FS | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID, NULL,
-              (pid_t *)&page.keeper, NULL, (pid_t *)&page.keeper) < 0)
-        atomic_store(&page.keeper, 0);
-    quietly(SYS_rt_sigprocmask, 2, (long)&mask, 0, sizeof mask);
+    bare_thread(keep, NULL, keeper_stack + STACK_BYTES, &page.keeper, 1);
 }
 
 /* Deciding. */
+
+unsigned copy_threads(uintptr_t to, uintptr_t from, size_t nbytes)
+{
+    uint32_t threads = page.threads, images = page.images < MOST_IMAGES ? page.images : MOST_IMAGES;
+    int within = 0;
+    for (uint32_t i = 0; i < images; i++) {
+        uintptr_t begin = page.image[i].address, end = begin + page.image[i].nbytes;
+        within |= (to >= begin && to + nbytes <= end) || (from >= begin && from + nbytes <= end);
+    }
+    if (!within || threads < 2 || !atomic_load(&page.operation) || page.pid != (uint32_t)quietly(SYS_getpid, 0, 0, 0, 0) ||
+        page.tid != (uint32_t)quietly(SYS_gettid, 0, 0, 0, 0) || now_ns(CLOCK_BOOTTIME) >= page.expires_ns)
+        return 0;
+    atomic_fetch_add(&page.copies, 1);
+    atomic_fetch_add(&page.copied, nbytes);
+    atomic_store(&page.copy_threads, threads);
+    return threads;
+}
 
 static enum verdict judge(uintptr_t caller, size_t nbytes)
 {
@@ -421,6 +447,8 @@ RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int prot
     if (found != MAP_FAILED) {
         name(found, nbytes); /* by which gpuckpt knows later that what lies there is this image still */
         start_keeper();
+        if (atomic_load(&page.keeper)) /* which gives them back */
+            take_copies(page.libcuda_base);
         errno = before;
     }
     note(found == MAP_FAILED ? NULL : found, nbytes, verdict, error);

@@ -23,8 +23,8 @@ NAME = "libgpuckpt_preload"
 # The layout, as in _preload.c.
 HEAD = struct.Struct("=16sII8x")
 OPERATION = struct.Struct("=Q")
-ANNOUNCEMENT = struct.Struct("=IIQQQI4x")
-RESULT = struct.Struct("=IIIIQQQII")
+ANNOUNCEMENT = struct.Struct("=IIQQQQI4x")
+RESULT = struct.Struct("=IIIIQQQIIQII")
 IMAGE = struct.Struct("=QQII")
 MOST_IMAGES = 16
 OPERATION_AT = HEAD.size
@@ -42,7 +42,7 @@ PATH_BYTES = 960
 PAGE_BYTES = PATH_AT + PATH_BYTES
 
 _MAGIC = b"gpuckpt-preload\0"
-_VERSION = 2
+_VERSION = 3
 _READY, _OFF = 1, 2
 _ALIGNMENT = 64
 _MOST_DATA_BYTES = 1 << 16  # what a program maps under our name is its own affair, and may be large

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -56,7 +56,7 @@ class Result:
     """What the library did since the last announcement. ``count``: images, of which it notes 16 at most. ``seen`` counts the large
     populated mappings that it looked at; the last one's fate, thread (as the process sees it), caller and size follow. ``populate_s`` is
     the time of all ``images``, mapping included; ``threads`` populated the last of them. ``huge_pages``: whether the kernel took the
-    advice."""
+    advice. ``copied`` bytes went into images, or out of them, in ``copies`` that ``copy_threads`` threads made together."""
 
     operation: int
     images: tuple[Image, ...]
@@ -69,6 +69,9 @@ class Result:
     populate_s: float
     threads: int
     huge_pages: bool
+    copied: int
+    copies: int
+    copy_threads: int
 
     def why_not(self) -> str:
         """Why an image took the driver's own path; "" if all took ours."""
@@ -137,7 +140,8 @@ def loaded(pid: int) -> bool:
 
 
 def announce(process: ProcessId, restore_tid: int, seconds: float = HOLDS_S) -> int:
-    """Let the library in *process* act on what libcuda maps in the thread *restore_tid*, for so long. Returns the operation's number.
+    """Let the library in *process* act on what libcuda maps, and copies into that, in the thread *restore_tid*, for so long. Returns
+    the operation's number.
 
     What it did before is forgotten. Raises:
         Unavailable: and nothing will be done; what was announced before is withdrawn where it could be.
@@ -147,14 +151,28 @@ def announce(process: ProcessId, restore_tid: int, seconds: float = HOLDS_S) -> 
         if keeper.dropped(process):
             raise Unavailable(f"the image of pid {process} is on disk")
         keeper.end(process)  # of an image that some other tool has restored
-        start, end = _libcuda(process.pid)
-        expires_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)
-        pid, tid = page.inside(process.pid, process.pid), page.inside(process.pid, restore_tid)
-        words = page.ANNOUNCEMENT.pack(pid, tid, expires_ns, start, end, threads(process.pid))
-        os.pwrite(memory, words + bytes(page.KEEPER_AT - page.RESULT_AT), at + page.ANNOUNCEMENT_AT)
-        operation = int.from_bytes(os.urandom(8), "little") or 1
-        os.pwrite(memory, page.OPERATION.pack(operation), at + page.OPERATION_AT)  # last: it makes the rest count
-        return operation
+        os.pwrite(memory, bytes(page.KEEPER_AT - page.RESULT_AT), at + page.RESULT_AT)
+        return _announce(memory, at, process, restore_tid, seconds, _libcuda(process.pid))
+
+
+def announce_restore(process: ProcessId, restore_tid: int, seconds: float = HOLDS_S) -> int:
+    """The same of what is copied out of the images that it has made; nothing that is mapped now is one. Returns the operation's number.
+
+    Raises:
+        Unavailable: as ``announce``.
+    """
+    with page.opened(process) as (memory, at):
+        os.pwrite(memory, page.OPERATION.pack(0), at + page.OPERATION_AT)
+        return _announce(memory, at, process, restore_tid, seconds, (0, 0, 0))
+
+
+def _announce(memory: int, at: int, process: ProcessId, restore_tid: int, seconds: float, libcuda: tuple[int, int, int]) -> int:
+    expires_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)
+    pid, tid = page.inside(process.pid, process.pid), page.inside(process.pid, restore_tid)
+    os.pwrite(memory, page.ANNOUNCEMENT.pack(pid, tid, expires_ns, *libcuda, threads(process.pid)), at + page.ANNOUNCEMENT_AT)
+    operation = int.from_bytes(os.urandom(8), "little") or 1
+    os.pwrite(memory, page.OPERATION.pack(operation), at + page.OPERATION_AT)  # last: it makes the rest count
+    return operation
 
 
 def withdraw(process: ProcessId, operation: int) -> None:
@@ -176,12 +194,12 @@ def forget(process: ProcessId) -> None:
 
 
 @contextlib.contextmanager
-def announced(process: ProcessId, restore_tid: int) -> Iterator[int]:
+def announced(process: ProcessId, restore_tid: int, how: Callable[[ProcessId, int], int] = announce) -> Iterator[int]:
     """Announced meanwhile; 0 where it cannot be, or is not wanted (``GPUCKPT_PRELOAD=0`` here, beside the program's own)."""
     try:
         if os.environ.get(VARIABLE) == "0":
             raise Unavailable(f"{VARIABLE}=0")
-        operation = announce(process, restore_tid)
+        operation = how(process, restore_tid)
     except Unavailable:
         yield 0
         return
@@ -200,11 +218,15 @@ def result(process: ProcessId) -> Result:
     with page.opened(process) as (memory, at):
         content = os.pread(memory, page.PAGE_BYTES, at)
     (operation,) = page.OPERATION.unpack_from(content, page.OPERATION_AT)
-    seen, last, tid, count, caller, nbytes, populate_ns, used, huge = page.RESULT.unpack_from(content, page.RESULT_AT)
+    seen, last, tid, count, caller, nbytes, populate_ns, used, huge, copied, copies, copiers = page.RESULT.unpack_from(
+        content, page.RESULT_AT
+    )
     rows = [page.IMAGE.unpack_from(content, page.IMAGES_AT + i * page.IMAGE.size) for i in range(min(count, page.MOST_IMAGES))]
     try:
         images = tuple(Image(address, size, Verdict(verdict), error) for address, size, verdict, error in rows)
-        return Result(operation, images, count, seen, Verdict(last), tid, caller, nbytes, populate_ns / 1e9, used, bool(huge))
+        return Result(
+            operation, images, count, seen, Verdict(last), tid, caller, nbytes, populate_ns / 1e9, used, bool(huge), copied, copies, copiers
+        )
     except ValueError as error:  # the program may have overwritten it
         raise Unavailable(f"what the preload library in pid {process.pid} says makes no sense ({error})") from error
 
@@ -219,7 +241,8 @@ def refuse_missing(process: ProcessId) -> None:
 
 def described(process: ProcessId) -> dict[str, Any]:
     """How the image of a checkpointed *process* was made, for a report: by the driver alone, and ``why``, or with the library's help
-    (``path``), which took ``populate_s``, ``threads`` and ``huge_pages``; and whether memory of it was given back (``dropped``)."""
+    (``path``), which took ``populate_s``, ``threads`` and ``huge_pages``, and how much of it ``copy_threads`` threads copied; and whether
+    memory of it was given back (``dropped``)."""
     try:
         seen = result(process)
     except Unavailable as error:
@@ -231,6 +254,8 @@ def described(process: ProcessId) -> dict[str, Any]:
         "populate_s": round(seen.populate_s, 4),
         "threads": seen.threads,
         "huge_pages": seen.huge_pages,
+        "copied_bytes": seen.copied,
+        "copy_threads": seen.copy_threads,
         "dropped": keeper.dropped(process),
     }
 
@@ -244,9 +269,10 @@ def threads(pid: int) -> int:
     return max(1, min(MOST_THREADS, allowed, host.cpu_quota(pid)))
 
 
-def _libcuda(pid: int) -> tuple[int, int]:
-    """From where to where libcuda's code lies in *pid*."""
-    code = [(start, end, path) for start, end, permissions, path in page.mappings(pid) if b"x" in permissions and b"/libcuda.so" in path]
+def _libcuda(pid: int) -> tuple[int, int, int]:
+    """From where to where libcuda's code lies in *pid*, and where its file begins."""
+    parts = [part for part in page.mappings(pid) if b"/libcuda.so" in part[3]]
+    code = [(start, end, path) for start, end, permissions, path in parts if b"x" in permissions]
     if not code or len({path for _, _, path in code}) > 1:
         raise Unavailable(f"pid {pid} has {'two kinds of' if code else 'no'} libcuda loaded")
-    return code[0][0], code[-1][1]
+    return code[0][0], code[-1][1], next(start for start, _, _, path in parts if path == code[0][2])
