@@ -85,6 +85,26 @@ def figures() -> str:
         notes.append(
             f"After {same} of {len(runs)} resumes `vllm serve -tp 2` gave the same text and the same logprobs; no request was lost."
         )
+    if ranks := result("two_ranks"):
+        runs = ranks["cycles"]
+        held = sum(max(r["running_mib"][gpu] for r in runs) for gpu in (0, 1)) / 1024
+        rows.append(
+            f"| torch job of two ranks with {held:.1f} GiB on two GPUs and three NCCL communicators each, **started by `gpuckpt exec`**; {len(runs)} cycles "
+            f"| {spread([r['suspend_wall_s'] for r in runs])} | {max(max(r['left_mib']) for r in runs)} MiB "
+            f"| {spread([r['resume_wall_s'] for r in runs])} | {source('two_ranks')} |"
+        )
+    if run := result("run_vllm"):
+        runs = [r for r in run["cycles"] if r["same"]]
+        whole = {way: [r["steps_s"][f"{way} whole"] for r in runs] for way in ("suspend", "resume")}
+        rows.append(
+            f"| **`gpuckpt run --idle -- vllm serve`** with {most(runs, 'awake_mib') / 1024:.0f} GiB, of which the KV cache is dropped; {len(runs)} cycles; from cold it starts in "
+            f"{run['start_m_s']:.0f} s | {spread(whole['suspend'])} | {most(runs, 'suspended_mib')} MiB | {spread(whole['resume'])} | {source('run_vllm')} |"
+        )
+        first = statistics.median(r["beyond_resume_ms"] for r in runs)
+        notes.append(
+            f"A request that wakes the run has its first byte {first:.0f} ms after the resume, beside {1000 * run['warm_first_byte_m_s']:.0f} ms "
+            f"while it is awake; {len(runs)} of {len(run['cycles'])} answers after a wake were the same as before."
+        )
     if preload := result("preload"):
         for kind, what in (("torch", "torch process"), ("plain", "plain C program")):
             rows += preload_rows(preload, kind, what)
@@ -116,7 +136,7 @@ def preload_rows(document: dict[str, Any], kind: str, what: str) -> list[str]:
 def machine() -> list[str]:
     """On what it was measured; a line a machine, were there several."""
     seen = {}
-    for name in ("cycles", "cycles_thp_always", "cycles_preload", "vllm_serve", "vllm_tp2", "preload", "overhead"):
+    for name in ("cycles", "cycles_thp_always", "cycles_preload", "vllm_serve", "vllm_tp2", "two_ranks", "run_vllm", "preload", "overhead"):
         if found := result(name):
             m = found["machine"]
             persistence = "on" if m["persistence_mode"] else "off"
@@ -148,9 +168,15 @@ def tested() -> str:
         ("bad_days", "busy, stopped, managed memory, no room, exported memory, Ctrl-C, kill -9 of the command and of its callers"),
         ("overhead", "the driver's calls and gpuckpt side by side"),
         ("permissions", "who may touch whose process"),
+        ("containers", "from within and from outside of containers: pid namespaces, Docker's capabilities, rootless"),
         ("vllm_serve", "`vllm serve` on one GPU, another process on the freed GPU in between"),
         ("vllm_tp2", "`vllm serve -tp 2` on two GPUs, other processes on both in between, requests in flight and while suspended"),
-        ("two_ranks", "torch with three NCCL communicators in each of two processes: breaks after the restore, and is refused since"),
+        ("two_ranks", "a torch job of two ranks with three NCCL communicators each, eager and in a CUDA graph"),
+        (
+            "two_hosts",
+            "such a job by two coordinators, as on two hosts; one that never comes; kill -9 of one at the commit (two GPUs of one machine)",
+        ),
+        ("run_vllm", "`gpuckpt run --idle -- vllm serve`: suspended by itself, woken by requests; streams, held requests, leases, SIGTERM"),
         ("preload", "suspends with the preload library and without it, of a torch process and of a plain C program"),
         ("other_card", "resume on the other card, both ways (two GPUs)"),
     ):
@@ -229,6 +255,16 @@ def permissions() -> str:
     return "\n".join([*rows, "", f"Driver {found['machine']['driver']}, a kernel {yama} ({source('permissions', DOCS)})."])
 
 
+def containers() -> str:
+    """From where a process in a container was suspended and resumed."""
+    found = result("containers")
+    if found is None:
+        return UNTESTED
+    rows = ["| gpuckpt, and the process | |", "|---|---|"]
+    rows += [f"| {layout} | {outcome} |" for layout, outcome in found["layouts"].items()]
+    return "\n".join([*rows, "", f"Driver {found['machine']['driver']} ({source('containers', DOCS)})."])
+
+
 def preload_cost() -> str:
     """What the preload library costs a program that is awake."""
     found = result("preload_cost")
@@ -254,7 +290,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "tested": tested},
     "docs/driver-path.md": {"preload-cost": preload_cost},
     "docs/how-it-works.md": {"added": added, "killed": killed},
-    "docs/security.md": {"permissions": permissions},
+    "docs/security.md": {"permissions": permissions, "containers": containers},
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from gpuckpt import claims, early, errors, keeping, plan, refusals
+from gpuckpt import claims, early, errors, plan, refusals
 from gpuckpt.agent.client import AgentPending, Agents, Hello
 from gpuckpt.claims import FileClaim
 from gpuckpt.driver.api import CallError
@@ -158,7 +158,10 @@ class LocalWorld:
     def void(self) -> list[Record]:
         """The records of earlier boots, each once; image files that they name are removed."""
         found = self.journal.void()
-        keeping.sweep((), found)
+        if found:
+            from gpuckpt import keeping  # a status has no other use for it
+
+            keeping.sweep((), found)
         return found
 
     def _group(

@@ -11,6 +11,8 @@
  * Every other call goes on as it came, after two comparisons. If anything fails on the way, the mapping is undone and made exactly as
  * the program asked: this library is never the reason why a mapping fails.
  *
+ * Of an image that was mapped so, the driver's copies are shared among threads too: _copy.c.
+ *
  * The announcement is written into `page`, below, through /proc/PID/mem, by a gpuckpt that finds it by its magic; whoever may suspend a
  * process may write its memory. So there is no file, no environment and no lock, and it works in a chroot or another mount namespace.
  *
