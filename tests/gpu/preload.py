@@ -1,9 +1,10 @@
 """Suspends with the preload library and without it, in turn on two processes of one kind; what the library saw; what a failing image mmap
-does. usage: preload.py [GIB] [N]
+does. usage: preload.py [GIB] [N] [torch|plain]
 
 Answers first whether the library can act at all: "the restore thread maps the image, from libcuda" fails with the thread and the caller that
 it saw instead. Needs a C compiler for plain_target.c, or $PLAIN_TARGET, a build of it. Ends after LIMIT_S in any case; where time is short it
-makes fewer than N rounds, and the file says how many.
+makes fewer than N rounds, and the file says how many. With one kind of process named, that alone is looked at, and its results are in
+preload_KIND.json.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ if SIMULATED:
 
 LIMIT_S = 420.0
 gib, n = float(sys.argv[1]) if len(sys.argv) > 1 else 20, int(sys.argv[2]) if len(sys.argv) > 2 else 5
-r = Results("preload")
+only = sys.argv[3] if len(sys.argv) > 3 else ""
+r = Results(f"preload_{only}" if only else "preload")
 FOLDER = tempfile.TemporaryDirectory()
 CALLS = """
 import json, sys, time
@@ -68,7 +70,7 @@ def result(pid: int) -> dict[str, Any]:
         return {"unavailable": str(e)}
     images = [{"mib": i.nbytes >> 20, "verdict": i.verdict.name, "error": i.error, "flags": flags(pid, i.address)} for i in seen.images]
     last = {"verdict": seen.last.name, "thread": thread(pid, seen.last_tid), "caller": mapping(pid, seen.last_caller), "mib": seen.last_nbytes >> 20}
-    return {"images": images, "seen": seen.seen, "last": last, "populate_s": seen.populate_s, "threads": seen.threads, "huge": seen.huge_pages}
+    return {"images": images, "seen": seen.seen, "last": last, "populate_s": seen.populate_s, "threads": seen.threads, "huge": seen.huge_pages, "copied_mib": seen.copied >> 20, "copies": seen.copies, "copy_threads": seen.copy_threads}
 
 
 def thread(pid: int, tid: int) -> str:
@@ -113,7 +115,7 @@ def plain_target() -> str:
         return made
     built = str(Path(FOLDER.name) / "plain_target")
     if not os.path.exists(built):
-        subprocess.run(["gcc", "-O2", "-o", built, HERE / "plain_target.c", "-ldl"], check=True)
+        subprocess.run(["gcc", "-O3", "-o", built, HERE / "plain_target.c", "-ldl"], check=True)
     return built
 
 
@@ -217,6 +219,9 @@ if not SIMULATED and not os.environ.get("PLAIN_TARGET") and shutil.which("gcc") 
 r.note("gib", gib)
 r.note("threads", preload.threads(os.getpid()))
 limit(r, LIMIT_S)
+if only:
+    side_by_side(only, 3)
+    r.finish()
 restore_thread()
 side_by_side("torch", left_s() / 2)
 side_by_side("plain", 45)
