@@ -285,10 +285,22 @@ def preload_cost() -> str:
     return "\n".join([*rows, "", f"{on} ({source('preload_cost', DOCS)})."])
 
 
+def copies() -> str:
+    """What threads make of a checkpoint and of a restore."""
+    found = result("copies")
+    if found is None:
+        return UNTESTED
+    rows = ["| threads | checkpoint | of it getting the memory | restore |", "|---|---|---|---|"]
+    for c in sorted(found["cycles"], key=lambda c: c["threads"]):
+        rows.append(f"| {c['threads']} | {c['checkpoint_s']:.2f} s | {c['populate_s']:.2f} s | {c['restore_s']:.2f} s |")
+    on = f"A plain C program with {found['gib']} GiB, one process, one cycle each, same answers after each"
+    return "\n".join([*rows, "", f"{on} ({source('copies', DOCS)})."])
+
+
 DOCS = "../"
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "tested": tested},
-    "docs/driver-path.md": {"preload-cost": preload_cost},
+    "docs/driver-path.md": {"copies": copies, "preload-cost": preload_cost},
     "docs/how-it-works.md": {"added": added, "killed": killed},
     "docs/security.md": {"permissions": permissions, "containers": containers},
 }
