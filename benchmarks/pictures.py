@@ -1,6 +1,6 @@
 """Draws docs/img/: pictures from benchmarks/results/, and one of a real run of the command line on simulated GPUs.
 
-usage: pictures.py             timeline.svg and memory.svg from cycles.json, rendezvous.svg from rendezvous.json
+usage: pictures.py             timeline.svg and memory.svg from cycles.json, rendezvous.svg and preload.svg from files of their names
        pictures.py --check     exit 1 if they are not what the result file says
        pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
 """
@@ -133,6 +133,49 @@ def memory(document: dict[str, Any]) -> str:
     return svg(660, 226, "GPU memory and host memory over the cycles", parts)
 
 
+def preload(document: dict[str, Any]) -> str:
+    """Where the seconds of a suspend and a resume go, as the driver does it and with the preload library, in turn on two processes."""
+    sides = {"without": "the driver as it is", "with": "preload library"}
+    rows = document["torch_cycles"]
+    longest = max(median(rows[side], "suspend_wall_s") for side in sides)
+    left, right = 196, 720
+    scale = (right - left) / longest
+    parts, y = [], 20
+    for command, moving in (("suspend", "checkpoint"), ("resume", "restore")):
+        parts += [text(12, y + 28, command, "title")]
+        for side, words in sides.items():
+            wall, call = median(rows[side], f"{command}_wall_s"), median(rows[side], moving)
+            got = statistics.median(r["library"].get("populate_s", 0.0) for r in rows[side]) if command == "suspend" else 0.0
+            x = float(left)
+            for css, seconds, hover in (
+                ("a", wall - call, "the command, and the steps around it"),
+                ("b", got, "getting host memory, in huge pages by 16 threads"),
+                (
+                    "driver",
+                    call - got,
+                    "the driver's copy" if got or command == "resume" else "the driver: getting host memory, and the copy",
+                ),
+            ):
+                parts += [box(x, y, seconds * scale, 20, css, f"{hover}: {seconds:.2f} s")] if seconds else []
+                x += seconds * scale
+            parts += [text(left - 10, y + 15, words, "small end"), text(x + 8, y + 15, f"{wall:.1f} s", "small")]
+            y += 26
+        y += 12
+    for i, (css, words) in enumerate((("a", "command and steps around"), ("b", "getting host memory"), ("driver", "driver's call"))):
+        parts += [box(left + 190 * i, y, 10, 10, css), text(left + 190 * i + 16, y + 10, words, "small")]
+    m = document["machine"]
+    gib = rows["with"][0]["used_mib"] / 1024
+    parts += [
+        text(
+            left,
+            y + 34,
+            f"torch, {gib:.1f} GiB, medians of {len(rows['with'])} · {m['gpu']}, driver {m['driver']}, huge pages madvise",
+            "small",
+        )
+    ]
+    return svg(780, y + 46, "A suspend and a resume, as the driver does it and with the preload library", parts)
+
+
 def rendezvous(document: dict[str, Any]) -> str:
     """What the hosts of a suspend ask of the store: it grows with the hosts, and not with the ranks on them."""
     rows = document["memory"]
@@ -230,6 +273,7 @@ def main(arguments: Sequence[str]) -> int:
         ("timeline.svg", timeline, "cycles"),
         ("memory.svg", memory, "cycles"),
         ("rendezvous.svg", rendezvous, "rendezvous"),
+        ("preload.svg", preload, "preload"),
     ):
         path, drawn = IMG / name, draw(json.loads((ROOT / f"benchmarks/results/{result}.json").read_text()))
         if not path.exists() or path.read_text(encoding="utf-8") != drawn:

@@ -86,7 +86,8 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
     default="ram",
     show_default=True,
     metavar="DIR",
-    help="While it is suspended, keep what was on the GPUs in a file in DIR instead of in host memory. It takes the preload library.",
+    help="While it is suspended, keep what was on the GPUs in a file in DIR instead of in host memory; "
+    "ram,DIR: only once another run needs the host memory. It takes the preload library.",
 )
 @click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
 @click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
@@ -163,9 +164,10 @@ def run(
             if "preload" not in without:
                 prepared = _with_library(prepared)
             rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
-            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe, keep_in)
+            first, later = ("ram", keep_in[4:]) if keep_in.startswith("ram,") else (keep_in, "")
+            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe, first, later)
             if keep_in != "ram":
-                _check_place(keep_in, prepared)
+                _check_place(later or first, prepared)
             sharing = Sharing(share, pin, least_awake_s)
             where = _listen(listen, prepared, kind)
             return prepared, Options(

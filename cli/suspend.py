@@ -7,6 +7,7 @@ import click
 from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.cli.rendezvous import Chosen, rendezvous_options
+from gpuckpt.image import paths
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 from gpuckpt.words import size
 
@@ -107,24 +108,10 @@ def show(report: Report) -> None:
     if not report.already:
         held, on_disk = (sum(getattr(p, name) for p in report.processes) for name in ("host_bytes", "disk_bytes"))
         where = ", ".join(f"{size(n)} {what}" for n, what in ((held, "in host memory"), (on_disk, "on disk")) if n) or "nothing held"
-        for line in _paths(report):
-            click.echo(line)
+        for p in report.processes if not report.simulated else ():  # simulated times are made up
+            if p.image:
+                click.echo(f"  pid {p.pid}: {paths.words(p.image)}")
         click.echo(f"{report.seconds:.1f} s, {where}. Back with: gpuckpt resume {report.processes[0].pid}")
-
-
-def _paths(report: Report) -> list[str]:
-    """How the images were made, and what another way would have taken. Nothing of simulated ones: their times are made up."""
-    lines = []
-    for p in report.processes if not report.simulated else ():
-        image = p.image or {}
-        guess = image.get("estimate")
-        span = f"about {guess['low_s']:.1f}-{guess['high_s']:.1f} s of checkpoint, by the ratios in {guess['source']}" if guess else ""
-        if image.get("path") == "preload":
-            lines.append(f"  pid {p.pid}: with the preload library" + (f" (estimate without: {span})" if guess else ""))
-        elif image:
-            why = f": {image['why']}" if image.get("why") else ""
-            lines.append(f"  pid {p.pid}: by the driver alone{why}" + (f" (estimate with the preload library: {span})" if guess else ""))
-    return lines
 
 
 def show_plan(report: Report) -> None:

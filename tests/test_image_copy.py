@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from gpuckpt.image import preload
 from tests.conftest import eventually
-from tests.image_machine import MIB, Program, Start, build
+from tests.image_machine import COMPILE, MIB, Program, Start, build
 
 SIZE = 64 * MIB
 
@@ -59,6 +60,13 @@ def test_by_a_libcuda_whose_imports_are_bound_when_used(start_program: Start, tm
         assert right(program, "fill", image.address, seed=seed)
         assert right(program, "check", image.address, seed=seed)
     assert program.result.copied == 4 * SIZE
+
+
+def test_a_helper_that_comes_late_takes_nothing_of_the_next_copy(tmp_path: Path) -> None:
+    """It would count as a piece that was copied, and the copy be called done with one missing."""
+    program = tmp_path / "late"
+    subprocess.run([*COMPILE, "-o", program, Path(__file__).with_name("copy_late.c"), "-ldl"], check=True)
+    assert subprocess.run([program], capture_output=True, text=True, check=True).stdout == "0\n"
 
 
 def test_nobody_else_copies_so(start_program: Start) -> None:

@@ -90,6 +90,16 @@ def test_nothing_without_an_announcement(start_program: Start) -> None:
     assert (program.result.operation, program.result.seen) == (0, 0)
 
 
+def test_a_program_that_checkpoints_itself_and_then_is_suspended(start_program: Start) -> None:
+    """Its own image is the driver's affair alone, and no hindrance to ours."""
+    program = start_program()
+    own = program.map()
+    assert is_plain(own)
+    assert program.ask(f"unmap {own.address:x} {SIZE}") == ["0"]
+    program.announce()
+    assert is_image(program.map())
+
+
 @pytest.mark.parametrize(
     ("who", "verdict"), [("thread", Verdict.OTHER_THREAD), ("caller", Verdict.OTHER_CALLER), ("both", Verdict.OTHER_THREAD)]
 )

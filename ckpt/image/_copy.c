@@ -55,7 +55,7 @@ static copier *plainly;
 /* Sharing. */
 
 static struct {
-    _Atomic uint64_t ticket; /* number of the copy, and below it the next piece that nobody has taken */
+    _Atomic uint64_t ticket; /* number of the copy, and below it how many pieces nobody has taken: all that says whether there is one */
     _Atomic uint32_t done;   /* pieces */
     _Atomic uint32_t asleep;
     char *to;
@@ -72,14 +72,15 @@ static uint32_t number(void)
     return (uint32_t)(atomic_load(&job.ticket) >> 32);
 }
 
-/* Copy pieces of the copy *number* until all are taken. What is taken belongs to it: the next one begins when all of them are done. */
+/* Copy pieces of the copy *number* until all are taken. What is taken belongs to it: the next one begins when all of them are done. The rest
+ * of `job` is read only with a piece in hand: before, it may be of the next copy already. */
 static void take_part(uint32_t number)
 {
     uint64_t ticket = atomic_load(&job.ticket);
-    while (ticket >> 32 == number && (uint32_t)ticket < job.pieces) {
-        if (!atomic_compare_exchange_weak(&job.ticket, &ticket, ticket + 1))
+    while (ticket >> 32 == number && (uint32_t)ticket != 0) {
+        if (!atomic_compare_exchange_weak(&job.ticket, &ticket, ticket - 1))
             continue;
-        size_t at = (uint32_t)ticket * PIECE, n = job.nbytes - at < PIECE ? job.nbytes - at : PIECE;
+        size_t at = (job.pieces - (uint32_t)ticket) * PIECE, n = job.nbytes - at < PIECE ? job.nbytes - at : PIECE;
         plainly(job.to + at, job.from + at, n);
         atomic_fetch_add(&job.done, 1);
         ticket = atomic_load(&job.ticket);
@@ -115,7 +116,7 @@ static void share(char *to, const char *from, size_t nbytes, unsigned threads)
     job.to = to, job.from = from, job.nbytes = nbytes, job.pieces = (uint32_t)((nbytes + PIECE - 1) / PIECE);
     atomic_store(&job.done, 0);
     uint32_t mine = number() + 1 ? number() + 1 : 1; /* 0 is what a helper has seen that has seen nothing */
-    atomic_store(&job.ticket, (uint64_t)mine << 32);
+    atomic_store(&job.ticket, (uint64_t)mine << 32 | job.pieces);
     if (atomic_load(&job.asleep))
         quietly(SYS_futex, (long)((uint32_t *)&job.ticket + (__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__)), FUTEX_WAKE_PRIVATE, MOST_HELPERS, 0);
     for (unsigned i = 0; i < helpers; i++)

@@ -5,7 +5,9 @@ That is an estimate: the time that this checkpoint took, times a ratio of two th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from gpuckpt.model import GIB
 
@@ -40,3 +42,13 @@ def other(path: str, nbytes: int, seconds: float | None) -> Estimate | None:
     if path == PRELOAD:
         return Estimate(DRIVER, round(seconds / many, 2), round(seconds / few, 2))
     return Estimate(PRELOAD, round(seconds * few, 2), round(seconds * many, 2))
+
+
+def words(image: Mapping[str, Any]) -> str:
+    """Of a report's ``image``: which path it took, why, and what another would have taken."""
+    guess = image.get("estimate")
+    span = f"about {guess['low_s']:.1f}-{guess['high_s']:.1f} s of checkpoint, by the ratios in {guess['source']}" if guess else ""
+    if image["path"] == PRELOAD:
+        return "with the preload library" + (f" (estimate without: {span})" if guess else "")
+    why = f": {image['why']}" if image.get("why") else ""
+    return f"by the driver alone{why}" + (f" (estimate with the preload library: {span})" if guess else "")

@@ -21,17 +21,25 @@ from gpuckpt.words import size
 _POLL_S = 0.02
 
 Others = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+Move = Callable[[Mapping[str, Any]], Awaitable[bool]]
 
 
 async def nobody() -> Sequence[Mapping[str, Any]]:
     return ()
 
 
-class Budget:
-    """*limit_bytes* over all runs, None for what is free. *others* gives the facts of the other runs."""
+async def nowhere(_: Mapping[str, Any]) -> bool:
+    return False
 
-    def __init__(self, limit_bytes: int | None = None, others: Others = nobody, environ: Mapping[str, str] = os.environ) -> None:
-        self.limit_bytes, self._others = limit_bytes, others
+
+class Budget:
+    """*limit_bytes* over all runs, None for what is free. *others* gives the facts of the other runs; *move* has one of them move
+    what it holds to disk, and says whether it did."""
+
+    def __init__(
+        self, limit_bytes: int | None = None, others: Others = nobody, environ: Mapping[str, str] = os.environ, move: Move = nowhere
+    ) -> None:
+        self.limit_bytes, self._others, self._move = limit_bytes, others, move
         simulated = environ.get("GPUCKPT_SIMULATE")
         self._root = Path(simulated) / "root" if simulated else Path("/")
         self._lock = places.runtime_directory(environ) / "host-memory.lease"
@@ -53,10 +61,30 @@ class Budget:
         return left, why
 
     async def check(self, need_bytes: int) -> None:
-        """Raise :class:`gpuckpt.errors.HostMemory` where *need_bytes* do not fit."""
+        """Raise :class:`gpuckpt.errors.HostMemory` where *need_bytes* do not fit, and cannot be made to."""
         left, why = await self.left()
-        if need_bytes > left:
+        if need_bytes > left and not await self.make_room(need_bytes):
             raise errors.HostMemory(f"suspended this run needs {size(need_bytes)}; {why}; nothing was touched", hint=HINT)
+
+    async def make_room(self, need_bytes: int, own_bytes: int = 0, *, whatever_the_limit: bool = False) -> bool:
+        """Have other runs move what they hold to disk, the one that was not used for longest first, until *need_bytes* fit. Returns whether
+        they fit now and did not before. Where all of it would not be enough nothing is moved.
+
+        *whatever_the_limit*: need counts against what is free alone, since it stays only for a moment.
+        """
+        asked: set[str] = set()
+
+        async def short() -> int:
+            return need_bytes - (self.available_bytes() if whatever_the_limit else (await self.left(own_bytes))[0])
+
+        while (missing := await short()) > 0:
+            ready = [n for n in await self._others() if n.get("movable_bytes") and n["name"] not in asked]
+            if sum(n["movable_bytes"] for n in ready) < missing:
+                return False
+            chosen = min(ready, key=lambda n: n["used_at"])
+            asked.add(chosen["name"])
+            await self._move(chosen)
+        return bool(asked)
 
     @contextlib.asynccontextmanager
     async def deciding(self) -> AsyncIterator[Callable[[], None]]:
@@ -72,7 +100,7 @@ class Budget:
                 os.close(each)
 
 
-HINT = "resume or stop one of them, or give a larger --host-budget"
+HINT = "resume or stop one of them, give a larger --host-budget, or start them with --keep-in ram,DIR"
 
 
 def _locked(fd: int) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpuckpt.model import Report
 
 SCHEMA = 1
-COMMANDS = ("suspend", "resume", "status", "stop", "give-way", "hold")
+COMMANDS = ("suspend", "resume", "status", "stop", "give-way", "hold", "to-disk")
 _LINE_BYTES = 1 << 20
 
 

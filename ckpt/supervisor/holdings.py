@@ -16,6 +16,9 @@ from gpuckpt.supervisor.operate import Worker, held_bytes
 
 log = logging.getLogger("gpuckpt.run")
 
+#: How often a suspend that finds no host memory has others make room for it: somebody else may be quicker to take that.
+MAKE_ROOM = 2
+
 
 class Holdings:
     """Of the tree of *child* (a pid).
@@ -31,6 +34,7 @@ class Holdings:
         self.gpu_bytes: dict[str, int] = {}  # on each GPU while the server is awake; {} until that is known
         self.asleep_bytes: dict[str, int] = {}  # what of it the server takes by itself when it is woken
         self.host_bytes = 0  # in host memory while it is suspended, or is going to be
+        self.disk_bytes = 0  # on disk while it is suspended
         self._slept_bytes = 0  # of these, what the server itself moved there when it went to sleep
         self.dropped_bytes = 0  # what the server gave up when it went to sleep, and kept nowhere
         self._needed_bytes = 0  # what the last suspend took, or would have taken
@@ -54,7 +58,22 @@ class Holdings:
         taken = min(before - self.budget.available_bytes(), sum(self.gpu_bytes.values()))
         self._slept_bytes = max(self._slept_bytes, taken)
 
+    @property
+    def image_bytes(self) -> int:
+        """Of ``host_bytes`` what lies in images."""
+        return max(0, self.host_bytes - self._slept_bytes)
+
     async def suspend(self) -> Report:
+        """Where host memory is short, other runs that may do so move theirs to disk first."""
+        for _ in range(MAKE_ROOM):
+            try:
+                return await self._suspend()
+            except errors.HostMemory:
+                if not await self.budget.make_room(self._needed_bytes - self._slept_bytes, self._slept_bytes):
+                    raise
+        return await self._suspend()
+
+    async def _suspend(self) -> Report:
         """An image that cannot be moved to disk stays in host memory: it is suspended all the same."""
         async with self.budget.deciding() as decided:
 
@@ -79,13 +98,26 @@ class Holdings:
         self._asleep(report)
         self.dropped_bytes = max(0, sum(self.asleep_bytes.values()) - self._slept_bytes)
         self.pids = [p.pid for p in report.processes]
-        self.host_bytes = self._needed_bytes = sum(p.host_bytes for p in report.processes) + self._slept_bytes
+        self.lies(report)
+        self._needed_bytes = self.host_bytes
         return report
 
+    def lies(self, report: Report) -> None:
+        """Where its images are now."""
+        self.host_bytes = sum(p.host_bytes for p in report.processes) + self._slept_bytes
+        self.disk_bytes = sum(p.disk_bytes for p in report.processes)
+
     async def resume(self, wait_s: float, worker: Worker) -> Report:
-        """Once each GPU has room for what the driver puts back and for what the server takes when it wakes up."""
-        report = await self._move("resume", self.pids or [self._child], wait_s, worker)
-        self.host_bytes = 0
+        """Once each GPU has room for what the driver puts back and for what the server takes when it wakes up. Images on disk come by
+        way of host memory: where that is short, other runs that may do so move theirs to disk first."""
+        pids = self.pids or [self._child]
+        try:
+            report = await self._move("resume", pids, wait_s, worker)
+        except errors.HostMemory:
+            if not await self.budget.make_room(self.disk_bytes, whatever_the_limit=True):
+                raise
+            report = await self._move("resume", pids, wait_s, worker)
+        self.host_bytes = self.disk_bytes = 0
         if gone := [p for p in report.processes if p.state == "gone"]:
             raise errors.Lost(f"pid {gone[0].pid} ({gone[0].name}) ended while it was suspended", pid=gone[0].pid, report=report)
         return report

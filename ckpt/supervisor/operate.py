@@ -65,6 +65,7 @@ class Worker:
         """
         order: dict[str, Any] = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
         order |= {"reserved": dict(reserved or {}), "host_left": host_left, "keep_in": keep_in}
+        self.busy = True
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # nothing in the directory where we were started takes the place of a module

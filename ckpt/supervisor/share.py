@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpuckpt import errors
+from gpuckpt import errors, plan
 from gpuckpt.model import Report
 from gpuckpt.supervisor import control, places
 from gpuckpt.supervisor.model import RunState
 from gpuckpt.supervisor.state import Run
+from gpuckpt.words import size
 
 log = logging.getLogger("gpuckpt.run")
 
@@ -195,6 +196,21 @@ async def others(name: str) -> list[dict[str, Any]]:
     names = [p.stem for p in places.runtime_directory().glob("*.sock")]
     answers = await asyncio.gather(*(ask(n, "status") for n in names if n != name))
     return [a["run"] for a in answers if a is not None and "shares" in a.get("run", {})]
+
+
+async def moved_to_disk(other: Mapping[str, Any], by: str) -> bool:
+    """Whether the run of these facts moved its image to disk for the run *by*."""
+    limit_s = plan.default_timeout_s(other["movable_bytes"]) + plan.image_call_s(other["movable_bytes"])
+    try:
+        answer = await asyncio.wait_for(ask(other["name"], "to-disk", by=by), limit_s)
+    except TimeoutError:
+        answer = None
+    error = (answer or {}).get("error")
+    if answer is None or error is not None:
+        log.warning("%s did not move its image to disk: %s", other["name"], error["message"] if error else "it does not answer")
+        return False
+    log.info("%s moved %s to disk for us", other["name"], size(other["movable_bytes"]))
+    return True
 
 
 async def ask(name: str, command: str, **options: Any) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from gpuckpt import errors
+from gpuckpt.image import paths
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
 from gpuckpt.supervisor import adopt, idle, vllm
@@ -34,7 +35,8 @@ from gpuckpt.supervisor.notify import Notifier, notify
 from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.places import Place
 from gpuckpt.supervisor.probe import Probe
-from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus, others
+from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus, moved_to_disk, others
+from gpuckpt.supervisor.spill import Spill
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
 from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
@@ -173,7 +175,10 @@ class _Supervised:
         self._note(self.run.state)
         self.run.changed.append(self._note)
         self.share = Share(self.run, options.name, options.sharing)
-        self.run.holdings.budget = Budget(options.host_budget_bytes, lambda: others(options.name))
+        self.spill = Spill(self.run, options.policy.move_to)
+        self.run.holdings.budget = Budget(
+            options.host_budget_bytes, lambda: others(options.name), move=lambda n: moved_to_disk(n, options.name)
+        )
         self.metrics = Metrics(self.run)
         self.engines = Engines(self.run)
         self.run.changed.append(lambda state: log.info("%s", state))
@@ -265,6 +270,9 @@ class _Supervised:
                 report = await self.share.give_way(order["within_s"])
             case "hold":
                 report = await self.share.hold(order["gpus"], order["by"], order["within_s"], peer)
+            case "to-disk":
+                report = await self.spill.to_disk(order["by"])
+                self._note(self.run.state)
             case "stop":
                 self.run.told_to_stop = True
                 await self.run.stop()
@@ -288,6 +296,7 @@ class _Supervised:
             "listen": where(self.gate.address) if self.gate else None,
             "idle_seconds": self.options.idle_s,
             "last_error": error.as_dict() if error else None,
+            "movable_bytes": self.spill.movable_bytes,
             **self.share.facts(),
         }
 
@@ -346,6 +355,9 @@ def _log_outcome(operation: str, reason: str, outcome: Report | errors.GpuckptEr
     if isinstance(outcome, Report):
         steps = ", ".join(f"{s.name} {s.seconds:.2f} s" for s in outcome.steps)
         log.info("%s (%s) in %.2f s: %s", operation, reason, seconds, steps)
+        for p in outcome.processes if operation == "suspend" and not outcome.simulated else ():
+            if p.image:
+                log.info("pid %d: %s", p.pid, paths.words(p.image))
     else:
         notes = "".join(f"; {n}" for n in getattr(outcome, "__notes__", ()))
         log.warning("%s (%s) failed: %s%s [%s]", operation, reason, outcome.message, notes, outcome.code)
