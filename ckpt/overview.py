@@ -43,11 +43,11 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
 
     Raises ``NoSuchProcess`` for a target that neither lives nor is in the journal, ``NoCudaState`` if nothing of it holds GPU memory.
     """
-    gpus = world.devices.gpus()
-    held = world.devices.processes()
-    procs = processes.table()
+    procs = processes.table()  # first: NVML may still be on its way
     void = world.void()
     records = world.journal.records()
+    gpus = world.devices.gpus()
+    held = world.devices.processes()
     warnings = [void_words(r) for r in void] + world.journal.unreadable()
     members = {m.id: (r, m) for r in records for m in r.members}
 
