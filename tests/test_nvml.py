@@ -26,7 +26,7 @@ import dataclasses, json, sys
 from gpuckpt.driver.nvml import NvmlDevices
 from gpuckpt.errors import GpuckptError
 try:
-    answer = getattr(NvmlDevices(), sys.argv[1])()
+    answer = getattr(NvmlDevices(warm=sys.argv[2:] == ["warm"]), sys.argv[1])()
 except GpuckptError as error:
     print(json.dumps({"code": error.code, "message": error.message, "hint": error.hint}))
 else:
@@ -45,10 +45,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ask(library: Path, question: str, **fake: object) -> Any:
+def ask(library: Path, question: str, *how: str, **fake: object) -> Any:
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library), **{f"FAKE_{name}": str(value) for name, value in fake.items()}}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, question], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM, question, *how], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -149,6 +149,11 @@ def test_nvml_that_cannot_be_used(library: Path, result: int, code: str, words: 
         assert found["code"] == code
         assert words in found["message"]
         assert found["hint"]
+
+
+@pytest.mark.parametrize("fake", [{}, {"RESULT_nvmlInitWithFlags": DRIVER_NOT_LOADED}, {"RESULT_nvmlInitWithFlags": NO_PERMISSION}])
+def test_loaded_beforehand_it_says_the_same(library: Path, fake: dict[str, int]) -> None:
+    assert ask(library, "gpus", "warm", **fake) == ask(library, "gpus", **fake)
 
 
 def test_no_library(tmp_path: Path) -> None:
