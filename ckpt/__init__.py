@@ -50,6 +50,10 @@ def suspend(
     accept_loss: Collection[str] = (),
     keep_in: str = "ram",
     oom_score_adj: int | None = None,
+    rendezvous: str | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    rendezvous_key: str | None = None,
     tell: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Move everything that the groups of *pids* hold on their GPUs to host memory.
@@ -69,6 +73,9 @@ def suspend(
         A directory: the images are moved into files there, and their host memory given back. "ram": they stay in host memory.
     oom_score_adj
         Of the processes while they are suspended, -1000 to 1000: whom the kernel ends first where memory runs out.
+    rendezvous, nodes, node_rank, rendezvous_key
+        One operation with the same call on other hosts: ``c10d://HOST:PORT/NAME`` or ``file:///SHARED/DIRECTORY/NAME``, on how many
+        hosts, which of them this is (by default a free place), and the file with the key that all of them have.
     tell
         Called with a :class:`gpuckpt.walk.Progress` while driver calls run.
 
@@ -76,18 +83,25 @@ def suspend(
     ------
     gpuckpt.errors.Refused
         A hazard; nothing was touched.
-    gpuckpt.errors.Deadline, gpuckpt.errors.Interrupted
+    gpuckpt.errors.Deadline, gpuckpt.errors.Interrupted, gpuckpt.errors.OtherHost
         Everything is as it was found.
+    gpuckpt.errors.Held
+        Another host fell silent after the commit: the processes here wait for a resume of all hosts.
     gpuckpt.errors.GpuckptError
         With ``exit_code`` 3: the report names each process that is not as it was found.
     """
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
+    from gpuckpt.rendezvous.choice import Choice
 
-    with LocalWorld() as world, world.interruptible(restore=True):
-        return Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell).suspend(
-            pids, tree=tree, keep_in=keep_in, oom_score_adj=oom_score_adj
-        )
+    hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
+    with (
+        LocalWorld() as world,
+        world.interruptible(restore=True),
+        hosts.barrier(world, "suspend", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
+    ):
+        operation = Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell, barrier=barrier)
+        return operation.suspend(pids, tree=tree, keep_in=keep_in, oom_score_adj=oom_score_adj)
 
 
 def resume(
@@ -97,13 +111,17 @@ def resume(
     wait_s: float = 0.0,
     gpus: Mapping[str, str] | None = None,
     to_gpu: str = "",
+    rendezvous: str | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    rendezvous_key: str | None = None,
     tell: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Put the groups of *pids* back on their GPUs, at the same addresses, and let them go on.
 
     Restore is called only when every GPU has room for what it gets; *wait_s* waits for that. *gpus* maps old to new GPU UUIDs,
     *to_gpu* names the new GPU of a group that was on one. Without *tree* only the processes named, refused where they were suspended
-    together with others.
+    together with others. *rendezvous* and what follows it are as for :func:`suspend`: a group of several hosts comes back on all of them.
 
     Raises
     ------
@@ -114,9 +132,15 @@ def resume(
     """
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
+    from gpuckpt.rendezvous.choice import Choice
 
-    with LocalWorld(command="resume") as world, world.interruptible(restore=True):
-        operation = Operation(world, "resume", timeout_s=timeout_s, tell=tell)
+    hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
+    with (
+        LocalWorld(command="resume") as world,
+        world.interruptible(restore=True),
+        hosts.barrier(world, "resume", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
+    ):
+        operation = Operation(world, "resume", timeout_s=timeout_s, tell=tell, barrier=barrier)
         return operation.resume(pids, tree=tree, wished=gpus, to_gpu=to_gpu, wait_s=wait_s)
 
 

@@ -7,8 +7,9 @@ import click
 from gpuckpt import errors
 from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
-from gpuckpt.cli.rendezvous import Chosen, rendezvous_options
+from gpuckpt.cli.rendezvous import rendezvous_options
 from gpuckpt.model import Report
+from gpuckpt.rendezvous.choice import Choice
 from gpuckpt.words import size
 
 
@@ -57,7 +58,7 @@ def resume(
     """
 
     def body() -> Report:
-        chosen = Chosen(rendezvous, nodes, node_rank, rendezvous_key)
+        chosen = Choice(rendezvous, nodes, node_rank, rendezvous_key)
         chosen.check(dry_run=dry_run)
         if is_run(targets):
             chosen.refuse_run()
@@ -73,7 +74,7 @@ def resume(
         with (
             LocalWorld(command="resume", start=start) as world,
             world.interruptible(),
-            chosen.barrier(world, "resume", timeout_s) as barrier,
+            chosen.barrier(world, "resume", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
             Bar(as_json) as bar,
         ):
             kind = Preview if dry_run else Operation

@@ -6,9 +6,10 @@ import click
 
 from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
-from gpuckpt.cli.rendezvous import Chosen, rendezvous_options
+from gpuckpt.cli.rendezvous import rendezvous_options
 from gpuckpt.image import paths
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
+from gpuckpt.rendezvous.choice import Choice
 from gpuckpt.words import size
 
 
@@ -68,7 +69,7 @@ def suspend(
     """
 
     def body() -> Report:
-        chosen = Chosen(rendezvous, nodes, node_rank, rendezvous_key)
+        chosen = Choice(rendezvous, nodes, node_rank, rendezvous_key)
         chosen.check(dry_run=dry_run)
         if is_run(targets):
             chosen.refuse_run()
@@ -83,7 +84,7 @@ def suspend(
         with (
             LocalWorld(start=start) as world,
             world.interruptible(),
-            chosen.barrier(world, "suspend", timeout_s) as barrier,
+            chosen.barrier(world, "suspend", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
             Bar(as_json) as bar,
         ):
             kind = Preview if dry_run else Operation

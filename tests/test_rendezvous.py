@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +63,41 @@ def test_eight_ranks_on_four_hosts_and_back(cluster: Make) -> None:
     assert [r.code for r in up] == [0] * 4, [r.error for r in up if r.code]
     assert c.whole()
     assert not any(m.records() for m in c.machines)
+
+
+PROGRAM = """
+import sys, gpuckpt
+from gpuckpt import errors
+pid, url, node = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+try:
+    gpuckpt.suspend(pid, nodes=2)
+except errors.Usage as e:
+    assert "rendezvous" in e.message, e
+there = {"rendezvous": url, "nodes": 2, "node_rank": node, "timeout_s": 20}
+down = gpuckpt.suspend(pid, **there)
+try:
+    gpuckpt.resume(pid)
+except errors.SeveralHosts as e:
+    assert "--nodes 2" in e.hint, e
+up = gpuckpt.resume(pid, **there)
+print(*(p.state for r in (down, up) for p in r.processes))
+"""
+
+
+def test_the_library_does_what_the_commands_do(cluster: Make) -> None:
+    c = cluster(2)
+    c.one_job(1)
+    begun = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(c.ranks[node][0].pid), c.url, str(node)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=machine.environ,
+        )
+        for node, machine in enumerate(c.machines)
+    ]
+    assert [p.communicate(timeout=60)[0].split() for p in begun] == [["suspended", "running"]] * 2
+    assert c.whole()
 
 
 def test_asked_twice_it_is_done_once(cluster: Make) -> None:
