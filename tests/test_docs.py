@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -73,6 +74,23 @@ def test_the_picture_of_a_run_is_of_these_commands_and_says_that_it_is_simulated
     words = re.sub(r"<[^>]+>", "", (ROOT / "docs/img/run.svg").read_text(encoding="utf-8")).replace("&#160;", " ")
     for word in ("simulated", "gpuckpt ps", "gpuckpt suspend", "gpuckpt resume", "suspended", "running"):
         assert word in words
+
+
+def test_the_timeline_by_rank_has_a_bar_for_each_step_of_each_rank() -> None:
+    pictures = runpy.run_path(str(ROOT / "benchmarks/pictures.py"))
+    document = json.loads((ROOT / "benchmarks/results/vllm_tp2.json").read_text())
+    for row in document["cycles"]:
+        row["down_by_rank"] = {name: [] if name in ("inspect", "verify") else [s, s / 2] for name, s in row["down"].items()}
+        row["up_by_rank"] = {name: [] if name in ("inspect", "room") else [s / 2, s] for name, s in row["up"].items()}
+    assert pictures["has_ranks"](document)
+    picture = pictures["ranks"](document)
+    seen = [t.text or "" for t in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
+    for rank in (0, 1):
+        for step in ("quiesce", "comms", "lock", "checkpoint", "restore", "unlock", "comms-resume", "unquiesce"):
+            assert any(words.startswith(f"rank {rank}, {step}:") for words in seen), (rank, step)
+    for row in document["cycles"]:
+        del row["down_by_rank"]
+    assert not pictures["has_ranks"](document)
 
 
 def test_a_figure_of_another_run_is_noticed(tmp_path: Path) -> None:
