@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -47,8 +48,7 @@ class Budget:
 
     def end(self) -> None:
         for p in self.started:
-            if p.poll() is None:
-                p.kill()
+            kill(p)
         for p in self.started:
             p.wait(10)
 
@@ -58,8 +58,18 @@ class Budget:
             self.results.check(f"ended within {self.limit_s:g} s", False, [self.steps[-2:-1], self.look()])
         finally:
             for p in self.started:
-                p.kill()
+                kill(p)
             os._exit(1)
+
+
+def kill(p: subprocess.Popen[Any]) -> None:
+    """End *p*, and its whole session if it leads one."""
+    try:
+        if os.getsid(p.pid) == p.pid:
+            os.killpg(p.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # a server that ended may have left workers, of which nothing is known by now
+    p.kill()
 
 
 def environment() -> dict[str, str]:
