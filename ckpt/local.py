@@ -136,7 +136,7 @@ class LocalWorld:
         hellos = {p.pid: hello for p in able if (hello := self._said.get(p))}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
         members = {pid: dataclasses.replace(p, agent=pid in hellos) for pid, p in members.items()}
-        found: list[Hazard] = []
+        found = [hazards.silent(p) for p in members.values() if p.id in self.agents.silent]
         for p in members.values():
             found += hazards.of_process(p, procs[p.pid], self.root, communicators=_ranks(hellos.get(p.pid)))
         found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]

@@ -259,6 +259,12 @@ class Machine:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
+    @contextlib.contextmanager
+    def in_call(self, target: Target) -> Iterator[None]:
+        """Meanwhile *target* stands in a CUDA call: every other of its own waits for it, and a lock too."""
+        with self.world._in_call(target.pid):
+            yield
+
     def faults_left(self) -> int:
         return len(json.loads((self.world.path / "faults.json").read_text()))
 

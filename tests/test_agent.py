@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gpuckpt.agent import protocol
+from gpuckpt.agent import client, protocol
 from gpuckpt.agent.client import Agents, Hello, Link
 from gpuckpt.agent.server import Agent
 from gpuckpt.driver.simulated import SimulatedDriver
@@ -102,13 +103,10 @@ def test_a_rank_without_an_agent_is_named(machine4: Machine) -> None:
 
 def test_a_program_that_never_comes_to_its_safe_point(machine4: Machine) -> None:
     ranks = job(machine4)
-    machine4.world.make_busy(ranks[2].pid, 5.0)
-    ranks[2].tell("check")  # stands in a CUDA call for five seconds
-    eventually(ranks[2].has_taken, "it is on its way there")
-    result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "500ms")
-    assert result.code == 124, result
-    assert str(ranks[2].pid) in result.error["message"]
-    ranks[2]._line()
+    with machine4.in_call(ranks[2]):
+        result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "500ms")
+    assert (result.code, result.error["pid"], result.error["step"]) == (124, ranks[2].pid, "quiesce"), result
+    assert "safe point" in result.error["message"]
     assert whole(ranks)
     assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
 
@@ -148,22 +146,18 @@ def test_a_failure_after_disarm_takes_the_whole_job_back(machine4: Machine, call
 def test_a_controller_killed_before_disarm_is_not_missed(machine4: Machine, step: str) -> None:
     ranks = job(machine4)
     entered = machine4.world.path / "comms" / "tp-1-suspend"
-    if step == "quiesce":
-        machine4.world.make_busy(ranks[2].pid, 5.0)
-        ranks[2].tell("check")
-        eventually(ranks[2].has_taken, "it is on its way to a CUDA call")
-    else:
-        machine4.world.add_fault("comms", pid=ranks[2].pid, delay_s=2.0)
-    running = machine4.begin("suspend", ranks[0].pid)
-    if step == "quiesce":
-        eventually(lambda: "quiesced" in stages(ranks) or running.process.poll() is not None, "an agent has begun")
-        assert running.process.poll() is None, running.end()
-    else:  # the others wait for the slow one: every rank has been asked
-        eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
-    running.process.kill()
-    running.end()
-    if step == "quiesce":
-        ranks[2]._line()
+    with contextlib.ExitStack() as busy:
+        if step == "quiesce":
+            busy.enter_context(machine4.in_call(ranks[2]))
+        else:
+            machine4.world.add_fault("comms", pid=ranks[2].pid, delay_s=1.0)
+        running = machine4.begin("suspend", ranks[0].pid)
+        if step == "quiesce":
+            eventually(lambda: "quiesced" in stages(ranks), "an agent has begun")
+        else:  # the others wait for the slow one: every rank has been asked
+            eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
+        running.process.kill()
+        running.end()
     eventually(lambda: stages(ranks) == {"running"}, "every rank goes back by itself")
     assert machine4.gpuckpt("recover").code == 0
     assert whole(ranks)
@@ -250,8 +244,9 @@ def test_what_a_dead_controller_sent_is_taken_in_before_the_next_is_answered(mac
     assert whole(ranks)
 
 
-def test_a_rank_whose_agent_is_silent_is_named(machine4: Machine) -> None:
+def test_a_rank_whose_agent_is_silent_is_named(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that keeps the interpreter to itself lets its agent say nothing."""
+    monkeypatch.setattr(client, "HELLO_DEADLINE_S", 0.5)
     ranks, agents = job(machine4), Agents()
     assert done(agents, Call.QUIESCE, ranks) == {"SUCCESS"}
     ranks[1].stop()

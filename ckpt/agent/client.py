@@ -113,13 +113,16 @@ class Agents:
     """The agents that this controller talks to."""
 
     links: dict[ProcessId, Link] = field(default_factory=dict)
+    silent: set[ProcessId] = field(default_factory=set)  # they have an agent, which did not answer when it was last said hello to
 
     def hello(self, process: ProcessId) -> Hello | None:
         return self.hellos([process]).get(process)
 
     def hellos(self, processes_: Iterable[ProcessId]) -> dict[ProcessId, Hello]:
         """What the agents of *processes_* say of them, all asked at once; without those that have none, or none that answers in time
-        and can be trusted."""
+        (:attr:`silent`) and can be trusted."""
+        processes_ = list(processes_)
+        self.silent.difference_update(processes_)
         asked = {p: link for p in processes_ if (link := self._connect(p))}
         for link in asked.values():
             link.ask("hello")
@@ -128,6 +131,8 @@ class Agents:
             answer = link.wait_for_answer(until)
             if answer is None or answer["result"] == "VANISHED":
                 self.links.pop(process).sock.close()
+                if answer is None:
+                    self.silent.add(process)
             elif answer["result"] != "SUCCESS":
                 found[process] = Hello(State(answer["stage"]), (), (f"its agent cannot look at it: {answer['message']}",))
             else:

@@ -97,6 +97,17 @@ def unvouched(process: GpuProcess, words: str) -> Hazard:
     return Hazard("possible-import", f"pid {process.pid}: {words}", "start the job without it (gpuckpt env)", process.pid, acceptable=True)
 
 
+def silent(process: GpuProcess) -> Hazard:
+    """A process with an agent that says nothing: nothing is known of what it shares."""
+    return Hazard(
+        "possible-import",
+        f"pid {process.pid} ({process.name}) has an agent that does not answer: something in the program lets no other thread run",
+        f"try again when it has let go of it; where it stands: py-spy dump --native --pid {process.pid}",
+        process.pid,
+        acceptable=True,
+    )
+
+
 def possible_imports(
     group: Mapping[int, GpuProcess], related: Mapping[int, Mapping[int, str]], agents: Collection[int] = ()
 ) -> list[Hazard]:

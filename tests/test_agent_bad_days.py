@@ -1,0 +1,150 @@
+"""Bad days of jobs with agents and real processes: ranks that die or hang at a step, two commands at once, programs that let nobody in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpuckpt.agent import client
+from gpuckpt.inspect import processes
+from gpuckpt.local import LocalWorld
+from gpuckpt.model import State
+from tests.conftest import eventually
+from tests.test_agent import job, stages, states, whole
+
+if TYPE_CHECKING:
+    from tests.conftest import Machine
+
+
+def test_a_rank_that_dies_before_anything_is_lost(machine4: Machine) -> None:
+    ranks = job(machine4)
+    others = [r for r in ranks if r is not ranks[2]]
+    with machine4.in_call(ranks[2]):
+        running = machine4.begin("suspend", ranks[0].pid)
+        eventually(lambda: stages(others) == {"quiesced"}, "the others stand at their safe point")
+        ranks[2].kill()
+    result = running.end()
+    assert (result.code, result.error["pid"], result.error["step"]) == (1, ranks[2].pid, "quiesce"), result
+    assert whole(others)
+    assert not machine4.records()
+
+
+def test_a_rank_that_dies_in_its_communicators(machine4: Machine) -> None:
+    """Its peers wait for it inside NCCL: nothing is checkpointed, and they are named."""
+    ranks = job(machine4)
+    machine4.world.add_fault("comms", pid=ranks[2].pid, hang=True)
+    running = machine4.begin("suspend", ranks[0].pid, "--timeout", "1s")
+    entered = machine4.world.path / "comms" / "tp-1-suspend"
+    eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
+    ranks[2].kill()
+    result = running.end()
+    assert result.code == 3, result
+    assert result.states[ranks[2].pid] == "gone"
+    assert {result.states[r.pid] for r in ranks if r is not ranks[2]} <= {"in-flight", "quiesced", "lost"}
+    assert not machine4.world.peek().operations
+
+
+def test_a_rank_that_hangs_on_the_way_back(machine4: Machine) -> None:
+    """All are restored and unlocked; who hangs is said, and nobody is called lost who may still come."""
+    ranks = job(machine4)
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+    machine4.world.add_fault("comms-resume", pid=ranks[1].pid, hang=True)
+    result = machine4.gpuckpt("resume", ranks[0].pid, "--timeout", "1s")
+    assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "comms-resume"), result
+    assert states(machine4, ranks) == {State.RUNNING}
+    (record,) = machine4.records()
+    assert record["status"] == "resuming"
+
+
+def test_two_suspends_of_one_job(machine4: Machine) -> None:
+    """From different ranks at once: it is done once, and both say so."""
+    ranks = job(machine4)
+    machine4.slow(0.2)
+    results = [r.end() for r in [machine4.begin("suspend", ranks[i].pid) for i in (0, 3)]]
+    assert [r.code for r in results] == [0, 0], results
+    assert sorted(r.document["already"] for r in results) == [False, True]
+    assert len(machine4.records()) == 1
+    assert machine4.gpuckpt("resume", ranks[1].pid).code == 0
+    assert whole(ranks)
+
+
+def test_ranks_of_different_nccl_are_refused(machine4: Machine) -> None:
+    options = [("--gpu", str(r), "--nccl-socket", "--nccl", v, "--agent", "tp", str(r), "2") for r, v in enumerate(("2.30.7", "2.29.7"))]
+    ranks = machine4.job(*options)
+    result = machine4.gpuckpt("suspend", ranks[0].pid)
+    assert (result.code, result.error["code"]) == (6, "nccl-communicator")
+    assert f"2.29.7 in pid {ranks[1].pid}" in result.error["message"]
+    assert f"2.30.7 in pid {ranks[0].pid}" in result.error["message"]
+    assert whole(ranks)
+
+
+def test_each_operation_looks_afresh(machine4: Machine) -> None:
+    """Ranks of an elastic job come and go between two of them."""
+    first, second = job(machine4, 2), machine4.job(("--gpu", "2", "--agent", "own", "0", "1"))
+    pids = [first[0].pid, second[0].pid]
+    assert set(machine4.gpuckpt("suspend", *pids).states) == {t.pid for t in (*first, *second)}
+    assert machine4.gpuckpt("resume", pids[0]).code == 0
+    second[0].kill()
+    third = machine4.job(("--gpu", "3", "--agent", "new", "0", "1"))
+    assert set(machine4.gpuckpt("suspend", pids[0], third[0].pid).states) == {t.pid for t in (*first, *third)}
+    assert machine4.gpuckpt("resume", third[0].pid).code == 0
+    assert whole([*first, *third])
+
+
+#: A rank that holds Python's interpreter for ever from the first command on: a call into C that does not let go of it.
+HOG = """
+import ctypes, sys
+from gpuckpt.driver import simtarget
+simtarget.Target.check_ = simtarget.Target.check
+def check(target):
+    if target.asked:
+        ctypes.PyDLL(None).pause()
+    target.asked = True
+    return target.check_()
+simtarget.Target.asked, simtarget.Target.check = False, check
+sys.exit(simtarget.main(sys.argv[1:]))
+"""
+
+
+def test_a_program_that_keeps_the_interpreter_for_ever_is_named(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = machine4.path / "hog.py"
+    script.write_text(HOG)
+    (hog,) = machine4.start((sys.executable, str(script), "--nccl-socket", "--agent", "tp", "0", "1"))
+    hog.tell("check")
+    eventually(lambda: hog.has_taken() and processes.read(hog.pid).state == "S", "it stands in its call")
+    for name, value in machine4.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(client, "HELLO_DEADLINE_S", 0.5)
+    with LocalWorld() as world:
+        found = world.inspect([hog.pid], tree=True)
+    assert found.hazards[0].pid == hog.pid
+    assert "does not answer" in found.hazards[0].message
+    assert states(machine4, [hog]) == {State.RUNNING}
+
+
+FORKED = """
+import os, sys
+from pathlib import Path
+import gpuckpt.agent
+from gpuckpt.agent import protocol
+gpuckpt.agent.install()
+path = gpuckpt.agent._agent.path
+ready, go = os.pipe(), os.pipe()
+if os.fork() == 0:
+    os.close(go[1])
+    os.read(go[0], 1)  # until the parent has ended
+    protocol.sweep(path.parent)
+    print(path.exists(), flush=True)
+    os._exit(0)
+assert path.exists()
+os._exit(0)
+"""
+
+
+def test_a_forked_child_keeps_no_agent_alive() -> None:
+    """Nobody listens on its parent's socket once that has ended, so it is swept away, and its number is free."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False"
