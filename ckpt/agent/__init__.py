@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from gpuckpt.agent.communicators import Communicators
     from gpuckpt.agent.server import Agent
 
-__all__ = ["checkpoint_here", "install"]
+__all__ = ["checkpoint_here", "idle", "install"]
 
 _agent: Agent | None = None
 
@@ -65,6 +66,36 @@ def checkpoint_here() -> None:
         _agent.visits += 1
         if _agent.wanted:
             _agent.park()
+
+
+@contextlib.contextmanager
+def idle() -> Iterator[None]:
+    """A ``with`` block in which the program uses no GPU, whatever else it does: waits for a request, reads data, sleeps.
+
+    The whole block is a safe point: a suspend may come and go in it. Left while the process is suspended, it waits for the resume.
+    It is for the thread that does the program's GPU work; no other may do any meanwhile. Without an agent it does nothing.
+    """
+    agent = _agent
+    if agent is None or agent.idle is not None:
+        yield
+        return
+    agent.visits += 1
+    agent.idle = _device()
+    if agent.wanted:
+        agent.stand_in()
+    try:
+        yield
+    finally:
+        agent.end_idle()
+
+
+def _device() -> Callable[[], None]:
+    """Makes the device that is current here current where it is called."""
+    torch = sys.modules.get("torch")  # found, never imported by us first
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    index = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(index)
 
 
 def _forget() -> None:

@@ -62,11 +62,13 @@ class Agent:
     summon: Callable[[int], None] | None = None  # told of the visit that begins, and 0 when it is over
     safe_point: str = "gpuckpt.agent.checkpoint_here()"  # what to call it
     wanted: bool = False
+    idle: Callable[[], None] | None = None  # makes the program's device current in a thread of ours: the program uses no GPU for now
     stage: State = State.RUNNING
     operation: str = ""
     visits: int = 0  # how often the program has come to its safe point
     _owner: _Connection | None = None
     _connections: list[_Connection] = field(default_factory=list)
+    _standing: threading.Lock = field(default_factory=threading.Lock)  # held by who stands at the safe point
     _visit: int = 0  # counts the quiesces: what belongs to an earlier one must not count for this one
     _jobs: queue.SimpleQueue[tuple[int, str, Callable[[], None] | None]] = field(default_factory=queue.SimpleQueue)  # None: go on
     _done: queue.SimpleQueue[tuple[int, str, str]] = field(default_factory=queue.SimpleQueue)  # (visit, call, error words or "")
@@ -91,6 +93,7 @@ class Agent:
 
     def close_in_child(self) -> None:
         """After a fork the child has no agent: it must not answer in its parent's name."""
+        self._standing = threading.Lock()  # whoever held it stayed behind
         for sock in (self._listener, *self._woken, *(c.sock for c in self._connections)):
             with contextlib.suppress(OSError):
                 sock.close()
@@ -99,6 +102,27 @@ class Agent:
 
     def park(self) -> None:
         """Stand at the safe point, doing what the operation needs done on this thread, until it ends."""
+        with self._standing:
+            if self.wanted:
+                self._stand()
+
+    def stand_in(self) -> None:
+        """Let a thread of ours stand there, as long as the program is idle."""
+
+        def stand() -> None:
+            with self._standing:
+                if self.wanted and self.idle is not None:
+                    self.idle()
+                    self._stand()
+
+        threading.Thread(target=stand, name="gpuckpt-stand-in", daemon=True).start()
+
+    def end_idle(self) -> None:
+        """The program wants to go on with its GPU: returns when nobody stands for it any more."""
+        with self._standing:
+            self.idle = None
+
+    def _stand(self) -> None:
         visit = self._visit
         self.communicators.synchronise()
         self._finish("quiesce", "", visit)
@@ -232,6 +256,8 @@ class Agent:
         if call == "quiesce":
             self._visit += 1
             self.wanted = True  # the program's thread answers, when it comes to its safe point
+            if self.idle is not None:
+                self.stand_in()
             if self.summon is not None:
                 self.summon(self._visit)
         elif call in ("comms", "comms-resume"):
