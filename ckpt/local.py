@@ -22,6 +22,7 @@ from gpuckpt.driver.caller import Pending
 from gpuckpt.early import Start
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
+from gpuckpt.inspect.ranks import advice
 from gpuckpt.journal import Journal, Record, state_directory, void_words
 from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, HostRoom, Inventory, ProcessId, Rank, State
 
@@ -145,7 +146,6 @@ class LocalWorld:
         found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
-        warnings = (*map(void_words, void), *self.journal.unreadable())
         needed, room, short = self._host_room(list(members.values()))
         ranks = tuple(
             Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", ""))
@@ -153,6 +153,7 @@ class LocalWorld:
             if pid in hellos
             for c in hellos[pid].communicators
         )
+        warnings = (*map(void_words, void), *self.journal.unreadable(), *advice(ranks))
         return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room, ranks)
 
     def void(self) -> list[Record]:

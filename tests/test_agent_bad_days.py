@@ -81,6 +81,14 @@ def test_ranks_of_different_nccl_are_refused(machine4: Machine) -> None:
     assert whole(ranks)
 
 
+def test_an_old_nccl_is_advised_against(machine4: Machine) -> None:
+    ranks = machine4.job(*(("--gpu", str(r), "--nccl-socket", "--nccl", "2.29.7", "--agent", "tp", str(r), "2") for r in range(2)))
+    plan = machine4.gpuckpt("suspend", "--dry-run", ranks[0].pid)
+    assert plan.code == 0
+    (said,) = plan.document["warnings"]
+    assert said.startswith(f"NCCL 2.29.7 in pid {ranks[0].pid}, {ranks[1].pid}: 2.30.7 or newer is advised"), said
+
+
 def test_each_operation_looks_afresh(machine4: Machine) -> None:
     """Ranks of an elastic job come and go between two of them."""
     first, second = job(machine4, 2), machine4.job(("--gpu", "2", "--agent", "own", "0", "1"))

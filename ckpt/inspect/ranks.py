@@ -42,6 +42,24 @@ def hazards(hosts: Mapping[str, Sequence[Rank]]) -> list[Hazard]:
     return found
 
 
+def advice(ranks: Sequence[Rank]) -> list[str]:
+    """What is known to go wrong with an NCCL that can suspend: one line for each version."""
+    if not ranks:
+        return []
+    from gpuckpt.nccl import library  # ctypes, which most commands need not load
+
+    pids: dict[str, set[int]] = {}
+    for r in ranks:
+        pids.setdefault(r.nccl, set()).add(r.pid)
+    advised = ".".join(map(str, library.ADVISED))
+    return [
+        f"NCCL {version} in pid {', '.join(map(str, sorted(pids[version])))}: {advised} or newer is advised, "
+        f"an older one deadlocks where one thread holds several ranks"
+        for version in sorted(pids)
+        if version and tuple(map(int, version.split("."))) < library.ADVISED
+    ]
+
+
 def _by_communicator(hosts: Mapping[str, Sequence[Rank]]) -> dict[tuple[str, int], dict[str, list[Rank]]]:
     found: dict[tuple[str, int], dict[str, list[Rank]]] = {}
     for host, ranks in hosts.items():
