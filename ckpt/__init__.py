@@ -48,6 +48,7 @@ def suspend(
     timeout_s: float | None = None,
     tree: bool = True,
     accept_loss: Collection[str] = (),
+    along: Collection[int] = (),
     keep_in: str = "ram",
     oom_score_adj: int | None = None,
     rendezvous: str | None = None,
@@ -69,6 +70,9 @@ def suspend(
         False: only the processes named, under the same hazards.
     accept_loss
         Kinds of hazards taken on, such as ``"possible-import"``.
+    along
+        Pids that are taken along (``--with``): they give up the communicators that they share with the groups, and stand still until the
+        resume, their memory where it is.
     keep_in
         A directory: the images are moved into files there, and their host memory given back. "ram": they stay in host memory.
     oom_score_adj
@@ -101,7 +105,7 @@ def suspend(
         hosts.barrier(world, "suspend", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
     ):
         operation = Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell, barrier=barrier)
-        return operation.suspend(pids, tree=tree, keep_in=keep_in, oom_score_adj=oom_score_adj)
+        return operation.suspend(pids, tree=tree, along=along, keep_in=keep_in, oom_score_adj=oom_score_adj)
 
 
 def resume(

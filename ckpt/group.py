@@ -12,7 +12,7 @@ from gpuckpt.inspect import ranks
 from gpuckpt.journal import Member, Record
 from gpuckpt.model import GpuProcess, GpuReport, Hazard, Inventory, Membership, ProcessId, ProcessReport, State, Status
 from gpuckpt.walk import Walk
-from gpuckpt.words import word
+from gpuckpt.words import HELD, word
 from gpuckpt.world import Claim
 
 ERRORS_OF_HAZARDS: dict[str, type[GpuckptError]] = {
@@ -27,7 +27,9 @@ ERRORS_OF_HAZARDS: dict[str, type[GpuckptError]] = {
 
 
 class Group(Walk):
-    """What an operation does before it acts."""
+    """What an operation does before it acts. ``beside``: pids that are taken along, which goes before being part of the targets' tree."""
+
+    beside: frozenset[int] = frozenset()
 
     def refuse(self, inventory: Inventory) -> None:
         """Raise for the first reason not to suspend *inventory*; nothing has been touched."""
@@ -89,11 +91,11 @@ class Group(Walk):
         return inventory
 
     def inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
-        inventory = self.world.inspect(targets, tree=tree)
+        inventory = self.world.inspect(targets, tree=tree, along=self.beside)
         self.warnings += [w for w in inventory.warnings if w not in self.warnings]
         if self.barrier.several:  # then it is looked at over all hosts
             return inventory
-        return dataclasses.replace(inventory, hazards=(*inventory.hazards, *ranks.hazards({"": inventory.ranks})))
+        return dataclasses.replace(inventory, hazards=(*inventory.hazards, *ranks.hazards({"": inventory.ranks}, inventory.outside)))
 
     def claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
         """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
@@ -102,26 +104,31 @@ class Group(Walk):
             self.claims.append(self.claim(p.id for p in inventory.processes))
             states = self.world.states(p.id for p in inventory.processes)
             together = self._suspended_with(states)
-            if not together and all(states[p.id] is p.state for p in inventory.processes):
+            held_for = any(not m.along for m in together)  # else whom it was taken along with has ended: it is as any other
+            beside = self.beside | {m.id.pid for m in together if m.along and held_for}
+            outside = [m.id.pid for m in together if m.id not in states]
+            if not outside and beside == self.beside and all(states[p.id] is p.state for p in inventory.processes):
                 return inventory, targets
             self.release()
             self.check_deadline("inspect")
-            targets = [*targets, *together]
+            self.beside = beside
+            targets = [t for t in (*targets, *outside) if t not in beside]
             inventory = self.inspect(targets, tree)
 
-    def _suspended_with(self, group: Collection[ProcessId]) -> list[int]:
-        """Living processes outside of *group* that share a record with one of it. Raises if that record was left in the middle."""
-        together: list[int] = []
+    def _suspended_with(self, group: Collection[ProcessId]) -> list[Member]:
+        """Living members of the records that one of *group* is in. Raises if such a record was left in the middle, and has others too."""
+        together: list[Member] = []
         for record in self.world.journal.records():
-            outside = [m.id.pid for m in record.members if m.id not in group and self._is(m)]
             if any(m.id in group for m in record.members):
+                alive = [m for m in record.members if self._is(m)]
+                outside = [m.id.pid for m in alive if m.id not in group]
                 if outside and record.status is not Status.SUSPENDED:
                     raise errors.Refused(
                         f"pid {outside[0]} is part of the same group, which was left in the middle ({record.status}); nothing was touched",
                         hint="gpuckpt recover",
                         pid=outside[0],
                     )
-                together += outside
+                together += alive
         return together
 
     def part_in(self, processes: Collection[ProcessId]) -> Part:
@@ -236,13 +243,20 @@ def total_retained(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def as_member(p: GpuProcess) -> Member:
-    return Member(p.id, p.name, p.uid, plan.belongs(p.state), p.gpus, agent=p.agent)
+    """What one that is taken along has on its GPUs stays there, and is no part of what a resume needs."""
+    return Member(p.id, p.name, p.uid, plan.belongs(p.state), () if p.along else p.gpus, agent=p.agent, along=p.along)
 
 
 def as_found(inventory: Inventory) -> list[ProcessReport]:
     """The processes of *inventory* as rows of a report in which nothing has moved."""
     return [
-        ProcessReport(p.pid, p.name, word(p.state), tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus), p.host_bytes)
+        ProcessReport(
+            p.pid,
+            p.name,
+            HELD if p.along and p.state is State.DISARMED else word(p.state),
+            tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus),
+            p.host_bytes,
+        )
         for p in inventory.processes
     ]
 

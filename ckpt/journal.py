@@ -20,8 +20,9 @@ from typing import Any
 from gpuckpt.errors import JournalError
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
 
-#: Records of a group on several hosts are of schema 2: a gpuckpt that does not know of such must leave them alone.
-SCHEMA = 2
+#: Records of a group on several hosts are of schema 2, with a process that was taken along of schema 3: a gpuckpt that does not know of
+#: such must leave them alone.
+SCHEMA = 3
 AUDIT_MAX_BYTES = 8 << 20
 
 
@@ -39,6 +40,7 @@ class Member:
     waiting: str = ""  # "lock by caller 4242": a call that had not returned when its controller left
     image: Mapping[str, Any] | None = None  # where it is kept on disk: written down before the file is made
     oom_score_adj: int | None = None  # what it had before it was changed for the time of its suspension
+    along: bool = False  # it was taken along: while the group is suspended it is disarmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Journal:
         temporary = self._groups / f".{record.id}.{os.getpid()}"
         try:
             with open(temporary, "w", encoding="utf-8") as f:
-                json.dump({"schema": SCHEMA if record.membership else 1, **dataclasses.asdict(record)}, f)
+                json.dump({"schema": _schema(record), **dataclasses.asdict(record)}, f)
                 f.flush()
                 os.fsync(f.fileno())
             temporary.rename(path)
@@ -199,6 +201,12 @@ class Journal:
             os.close(fd)
 
 
+def _schema(record: Record) -> int:
+    if any(m.along for m in record.members):
+        return 3
+    return 2 if record.membership else 1
+
+
 def _record(document: dict[str, Any]) -> Record:
     members = tuple(
         Member(
@@ -212,6 +220,7 @@ def _record(document: dict[str, Any]) -> Record:
             m["waiting"],
             m.get("image"),
             m.get("oom_score_adj"),
+            m.get("along", False),
         )
         for m in document["members"]
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gpuckpt import along as beside
 from gpuckpt import claims, early, errors, plan, refusals
 from gpuckpt.agent.client import AgentPending, Agents, Hello
 from gpuckpt.claims import FileClaim
@@ -109,18 +110,22 @@ class LocalWorld:
 
     # Looking.
 
-    def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
+    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = ()) -> Inventory:
         refusals.check_driver(self.devices.version())
         self._said.clear()
         gpus = self.devices.gpus()
         held = self.devices.processes()
         procs = processes.table()
         void = self.void()
-        for target in targets:
+        for target in (*targets, *along):
             refusals.check_target(target, self.me.pid, self.command, procs, void)
-        members, related = self._group(targets, procs, held, tree)
+        beside.refuse_named_twice(targets, along)
+        members, related = self._group(targets, procs, held, tree, without=along)
         if not members:
             refusals.explain_nothing(targets, self.command)
+        others = self._group(sorted(along), procs, held, tree)[0] if along else {}
+        taken = {pid: dataclasses.replace(p, along=True) for pid, p in others.items() if pid not in members}
+        members |= taken
         if 1 in members:
             refusals.explain_init(targets)
         for p in members.values():
@@ -137,16 +142,20 @@ class LocalWorld:
         hellos = {p.pid: hello for p in able if (hello := self._said.get(p))}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
         members = {pid: dataclasses.replace(p, agent=pid in hellos) for pid, p in members.items()}
-        found = [hazards.silent(p) for p in members.values() if p.id in self.agents.silent]
+        silent = {p.pid for p in self.agents.silent}
+        beside.refuse({pid: p for pid, p in members.items() if p.along}, along, silent)
+        found = [hazards.silent(p) for p in members.values() if p.pid in silent]
         for p in members.values():
-            found += hazards.of_process(p, procs[p.pid], self.root, communicators=_ranks(hellos.get(p.pid)))
+            own = hazards.of_process(p, procs[p.pid], self.root, communicators=_ranks(hellos.get(p.pid)))
+            found += [h for h in own if not p.along or h.kind == "stopped"]  # it is not checkpointed
         found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]
         unvouched = {pid: {o: how for o, how in others.items() if not {pid, o} <= vouched} for pid, others in related.items()}
-        found += hazards.possible_imports(members, unvouched, agents=set(hellos))
-        found += hazards.of_gpus(gpus, {g.uuid for p in members.values() for g in p.gpus})
+        going = {pid: p for pid, p in members.items() if not p.along}
+        found += hazards.possible_imports(going, unvouched, agents=set(hellos))
+        found += hazards.of_gpus(gpus, {g.uuid for p in going.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
-        needed, room, short = self._host_room(list(members.values()))
+        needed, room, short = self._host_room(list(going.values()))
         ranks = tuple(
             Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", ""))
             for pid in sorted(members)
@@ -154,7 +163,9 @@ class LocalWorld:
             for c in hellos[pid].communicators
         )
         warnings = (*map(void_words, void), *self.journal.unreadable(), *advice(ranks))
-        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room, ranks)
+        loaded = self.devices.loaded([p for p in procs if p != self.me.pid])
+        outside = beside.outsiders(ranks, self.agents, {pid: procs[pid] for pid in loaded}, near, self.describe)
+        return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room, ranks, outside)
 
     def void(self) -> list[Record]:
         """The records of earlier boots, each once; image files that they name are removed."""
@@ -166,9 +177,14 @@ class LocalWorld:
         return found
 
     def _group(
-        self, targets: Sequence[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]], tree: bool
+        self,
+        targets: Sequence[int],
+        procs: dict[int, Proc],
+        held: dict[int, dict[str, int | None]],
+        tree: bool,
+        without: Collection[int] = (),
     ) -> tuple[dict[int, GpuProcess], dict[int, dict[int, str]]]:
-        """Members by pid, and how each is related to other CUDA processes."""
+        """Members by pid, *without* some, and how each is related to other CUDA processes."""
         mine = {self.me.pid, *processes.ancestors(self.me.pid, procs)}
         members: dict[int, GpuProcess] = {}
         related: dict[int, dict[int, str]] = {}
@@ -189,7 +205,7 @@ class LocalWorld:
             if pid in cuda:
                 related[pid] = others
             if tree:
-                frontier += [p for p in others if p not in mine]
+                frontier += [p for p in others if p not in mine and p not in without]
         return members, related
 
     def cuda_processes(self, pids: Iterable[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]]) -> dict[int, GpuProcess]:

@@ -138,6 +138,7 @@ class GpuProcess:
     host_bytes: int = 0  # size of its image in host memory, while checkpointed
     stopped: bool = False  # SIGSTOP, ptrace stop, or a frozen cgroup
     agent: bool = False  # it has one that vouches for it
+    along: bool = False  # taken along (``--with``): its communicators are suspended, and itself it is neither locked nor checkpointed
 
     @property
     def pid(self) -> int:
@@ -172,6 +173,15 @@ class Rank:
     rank: int
     size: int
     nccl: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outsider:
+    """A process that is not part of an operation, and has a rank in a communicator of that name and size. ``near``: it is related."""
+
+    rank: Rank
+    who: str  # "pid 4242 (python train.py, alice) on host0"
+    near: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +227,7 @@ class Inventory:
     needed_host_bytes: int = 0
     host_room: HostRoom | None = None
     ranks: tuple[Rank, ...] = ()  # of its processes, in communicators that their agents can suspend
+    outside: tuple[Outsider, ...] = ()  # who has the ranks that are missing from these communicators, as far as is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +248,8 @@ class GpuReport:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """How one process was left. ``state`` is "running", "locked", "suspended", "in-flight", "lost", "gone" or "unknown"."""
+    """How one process was left. ``state`` is "running", "locked", "suspended", "held" (taken along: it stands still), "in-flight",
+    "lost", "gone" or "unknown"."""
 
     pid: int
     name: str

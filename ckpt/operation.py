@@ -7,7 +7,7 @@ went wrong. What it promises: every process ends as it was found, or suspended, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from gpuckpt import errors, keeping, plan, room, sparing
@@ -30,24 +30,35 @@ class Operation(Reporting):
 
     # The three commands.
 
-    def suspend(self, targets: Sequence[int], *, tree: bool = True, keep_in: str = keeping.RAM, oom_score_adj: int | None = None) -> Report:
+    def suspend(
+        self,
+        targets: Sequence[int],
+        *,
+        tree: bool = True,
+        along: Collection[int] = (),
+        keep_in: str = keeping.RAM,
+        oom_score_adj: int | None = None,
+    ) -> Report:
         """Checkpoint the group of *targets*, and keep its images in the directory *keep_in*, or in host memory.
 
-        While it is suspended it has *oom_score_adj*, if one is given.
+        While it is suspended it has *oom_score_adj*, if one is given. What *along* stands for gives up its communicators with it, and
+        stands at its safe point until the resume, its memory where it is.
 
         Raises a :class:`GpuckptError` whose ``report`` tells how each process was left.
         """
         with self.holding(targets):
+            self.beside = frozenset(along)
             inventory = self.inspect(targets, tree)
             self.refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
             self.set_deadline(sum(p.nbytes for p in inventory.processes))
             inventory, targets = self.claim_group(inventory, targets, tree)
-            already = all(p.state is State.CHECKPOINTED for p in inventory.processes) and not self.left_in_the_middle(inventory)
+            already = all(p.state is (State.DISARMED if p.along else State.CHECKPOINTED) for p in inventory.processes)
+            already = already and not self.left_in_the_middle(inventory)
             if not already or self.barrier.several:
                 part = self.part_in({p.id for p in inventory.processes})
                 self.refuse(inventory)
                 if not already:
-                    keeping.refuse(self, keep_in, inventory.processes)
+                    keeping.refuse(self, keep_in, [p for p in inventory.processes if not p.along])
                 self.world.journal.prepare()
                 already = self.join(inventory, targets[0], already=already, part=part, nbytes=sum(p.nbytes for p in inventory.processes))
             if already:
@@ -56,7 +67,7 @@ class Operation(Reporting):
                 return self._already(inventory) if keep_in == keeping.RAM else self._keep(targets, tree, keep_in, inventory)
             self._begin(inventory)
             try:
-                self.walk(dict.fromkeys(self.now, State.CHECKPOINTED), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
+                self.walk(self.bottoms(), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
                 self.check_interruption()
                 with self.step("verify"):
                     self._verify()
@@ -141,10 +152,10 @@ class Operation(Reporting):
             if self.record is None or self.timeless(self.record) != self.timeless(record):
                 return None
             self.look()
-            goal = plan.recovery_goal(record.status, record.found, self.now)
+            goal = plan.recovery_goal(record.status, record.found, self.now, self.along)
             self.refuse_unanswered()
             if record.membership is not None and plan.needs_other_hosts(
-                record.status, record.membership.phase, goal, self.now, self.agents
+                record.status, record.membership.phase, goal, self.now, self.agents, self.along
             ):
                 self._end(waits_for_others(record, record.membership), goal)
             reachable, blocked = self._with_room(goal, wait_s=0.0)
@@ -176,7 +187,7 @@ class Operation(Reporting):
         self.record = record
         self.look()
         self.refuse_unanswered()
-        keeping.refuse(self, keep_in, inventory.processes)
+        keeping.refuse(self, keep_in, [p for p in inventory.processes if not p.along])
         self.world.journal.prepare()
         self.save(required=True)
         self.world.journal.remove(*record.replaces)
@@ -201,7 +212,8 @@ class Operation(Reporting):
         ids = {p.id for p in inventory.processes}
         older = [r for r in self.world.journal.records() if any(m.id in ids for m in r.members)]
         now = {p.id: p.state for p in inventory.processes}
-        belongs = {p: state for r in older for p, state in plan.recovery_goal(r.status, r.found, now).items()}
+        along = {p.id for p in inventory.processes if p.along}
+        belongs = {p: state for r in older for p, state in plan.recovery_goal(r.status, r.found, now, along).items()}
         recorded = {m.id: m for r in older for m in r.members}
         members = []
         for p in inventory.processes:
@@ -210,7 +222,7 @@ class Operation(Reporting):
                 dataclasses.replace(
                     as_member(p),
                     found=belongs.get(p.id, plan.belongs(p.state)),
-                    gpus=p.gpus or before.gpus,
+                    gpus=() if p.along else p.gpus or before.gpus,
                     lost=before.lost,
                     image=before.image,
                     oom_score_adj=before.oom_score_adj,
@@ -231,7 +243,7 @@ class Operation(Reporting):
         self.now = now
         self.used_before, self.others_before = self.usage()
         for p in inventory.processes:
-            for g in p.gpus:
+            for g in () if p.along else p.gpus:
                 self.group_before[g.uuid] = self.group_before.get(g.uuid, 0) + (g.nbytes or 0)
         self.save(required=True)
         self.world.journal.remove(*self.record.replaces)
@@ -240,9 +252,8 @@ class Operation(Reporting):
         """Everything is locked: a CUDA process born since the inspection, or a death, ends the operation."""
         with self.step("re-inspect"):
             try:
-                inventory = self.world.inspect(
-                    [t for t in targets if t in {p.pid for p in self.now}] or [p.pid for p in self.now], tree=tree
-                )
+                pids = [p.pid for p in self.now if p not in self.along]
+                inventory = self.world.inspect([t for t in targets if t in pids] or pids, tree=tree, along=self.beside)
             except (errors.NoSuchProcess, errors.NoCudaState) as e:
                 raise errors.Aborted(
                     f"pid {e.pid} ended while its group was being locked; nothing was checkpointed", pid=e.pid, step="re-inspect"
@@ -296,7 +307,7 @@ class Operation(Reporting):
         try:
             self.barrier.back(cause, stuck=any(s not in plan.DEPTH and s is not State.GONE for s in self.now.values()))
         except errors.Held as held:
-            self._end(held, dict.fromkeys(self.now, State.CHECKPOINTED))
+            self._end(held, self.bottoms())
         self.record = dataclasses.replace(self.record, status=Status.UNDOING)
         self.save()
         goal = {p: s for p, s in self.record.found.items() if self.now.get(p) in plan.DEPTH}
@@ -375,7 +386,7 @@ class Operation(Reporting):
         assert self.record is not None
         keeping.tidy(self)
         sparing.tidy(self)
-        down = [m for m in self.record.members if m.lost or self.now.get(m.id) in (State.CHECKPOINTED, State.GONE)]
+        down = [m for m in self.record.members if m.lost or self.is_down(m.id) or self.now.get(m.id) is State.GONE]
         unfinished = any(self.now.get(p) not in (s, State.GONE) for p, s in goal.items())
         if unfinished and (self.command == "suspend" or len(down) < len(self.record.members)):
             return  # the record says so

@@ -11,12 +11,13 @@ from gpuckpt.inspect import processes
 from gpuckpt.journal import Member, Record, no_process, void_words
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
+from gpuckpt.words import HELD
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One process. ``state`` is a word of ``gpuckpt ps``: "running", "locked", "suspended", "suspending", "resuming", "in-flight",
-    "stopped", "lost", "gone", "foreign" (NVML knows the pid, we cannot see the process) or "unknown"."""
+    """One process. ``state`` is a word of ``gpuckpt ps``: "running", "locked", "suspended", "held" (taken along), "suspending", "resuming",
+    "in-flight", "stopped", "lost", "gone", "foreign" (NVML knows the pid, we cannot see the process) or "unknown"."""
 
     pid: int
     name: str
@@ -80,7 +81,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
                 nbytes - on_disk,
                 on_disk,
-                record.since if record and word == "suspended" else None,
+                record.since if record and word in ("suspended", HELD) else None,
                 record.by if record else "",
                 record.id if record else "",
                 note,
@@ -128,6 +129,8 @@ def _word(state: State, stopped: bool, busy: bool, record: Record | None, member
         return "in-flight", member.waiting if member else "the driver does not answer: a call on it is under way"
     if record is not None and record.status is not Status.SUSPENDED:
         return _plain(state), f"left in the middle ({record.status}): gpuckpt recover"
+    if member is not None and member.along and state is State.DISARMED:
+        return HELD, "taken along by a suspend: it stands at its safe point until the resume"
     if state is State.LOCKED:
         return "locked", "CUDA calls of the process wait: gpuckpt resume"
     return _plain(state), ""

@@ -120,25 +120,39 @@ def phases(
     return tuple(found)
 
 
-def recovery_goal(status: Status, found: Mapping[ProcessId, State], now: Mapping[ProcessId, State]) -> dict[ProcessId, State]:
-    """Where the processes of an unfinished operation belong, given the driver's states *now*.
+def bottom(process: ProcessId, along: Collection[ProcessId]) -> State:
+    """What *process* is while its group is suspended. One of those taken *along* waits for a controller, and keeps what it has."""
+    return State.DISARMED if process in along else State.CHECKPOINTED
+
+
+def recovery_goal(
+    status: Status, found: Mapping[ProcessId, State], now: Mapping[ProcessId, State], along: Collection[ProcessId] = ()
+) -> dict[ProcessId, State]:
+    """Where the processes of an unfinished operation belong, given their states *now*. *along*: those that were taken along, which go
+    back when nobody is left whom they could wait for.
 
     A suspend that had reached every process is finished, any other is undone. A resume that had restored any process is
     finished, any other is left suspended.
     """
     alive = [p for p in found if now.get(p) in DEPTH]
-    down = [p for p in alive if now[p] is State.CHECKPOINTED]
-    if status in (Status.SUSPENDING, Status.SUSPENDED) and len(down) == len(alive):
-        return dict.fromkeys(alive, State.CHECKPOINTED)
+    down = {p: bottom(p, along) for p in alive}
+    all_down = all(now[p] is down[p] for p in alive) and (not alive or not set(alive) <= set(along))
+    if status in (Status.SUSPENDING, Status.SUSPENDED) and all_down:
+        return down
     if status is Status.RESUMING:
-        return dict.fromkeys(alive, State.CHECKPOINTED if len(down) == len(alive) else State.RUNNING)
+        return down if all_down else dict.fromkeys(alive, State.RUNNING)
     if status is Status.SUSPENDED:
         return {p: belongs(now[p]) for p in alive}
     return {p: found[p] for p in alive if found[p] in DEPTH}
 
 
 def needs_other_hosts(
-    status: Status, phase: str, goal: Mapping[ProcessId, State], now: Mapping[ProcessId, State], agents: Collection[ProcessId]
+    status: Status,
+    phase: str,
+    goal: Mapping[ProcessId, State],
+    now: Mapping[ProcessId, State],
+    agents: Collection[ProcessId],
+    along: Collection[ProcessId] = (),
 ) -> bool:
     """Whether one host's part of an unfinished operation of several, at *phase* of its membership, waits for the others.
 
@@ -147,7 +161,7 @@ def needs_other_hosts(
     """
     moving = [p for p, state in goal.items() if now[p] is not state]
     if status is Status.RESUMING or (status is Status.SUSPENDING and phase != "joined"):
-        return any(now[p] is not State.CHECKPOINTED for p in goal)
+        return any(now[p] is not bottom(p, along) for p in goal)
     harmless = all(now[p] is State.QUIESCED or (now[p] is State.LOCKED and p not in agents) for p in moving)
     return bool(moving) and not (phase == "joined" and harmless)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from gpuckpt import keeping, plan, room
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found
 from gpuckpt.model import GpuReport, ProcessReport, Report, State
-from gpuckpt.words import word
+from gpuckpt.words import HELD, word
 
 
 class Preview(Group):
@@ -19,23 +19,26 @@ class Preview(Group):
         targets: Sequence[int],
         *,
         tree: bool = True,
+        along: Collection[int] = (),
         keep_in: str = keeping.RAM,
         oom_score_adj: int | None = None,  # noqa: ARG002 - as the operation has it
     ) -> Report:
         """What a suspend would do; ``details["plan"]`` has it. Touches nothing."""
+        self.beside = frozenset(along)
         inventory = self.inspect(targets, tree)
         self.set_deadline(sum(p.nbytes for p in inventory.processes))
         now = {p.id: p.state for p in inventory.processes}
         try:
             self.refuse(inventory)
-            keeping.refuse(self, keep_in, inventory.processes)
+            keeping.refuse(self, keep_in, [p for p in inventory.processes if not p.along])
             refused = None
         except GpuckptError as e:
             refused = e.as_dict()
         self.now = now
+        beside = {p.id for p in inventory.processes if p.along}
         available = inventory.host_room.available_bytes if inventory.host_room else None
         return self._previewed(
-            plan.phases(now, dict.fromkeys(now, State.CHECKPOINTED), {p.id for p in inventory.processes if p.agent}),
+            plan.phases(now, {p: plan.bottom(p, beside) for p in now}, {p.id for p in inventory.processes if p.agent}),
             as_found(inventory),
             refused=refused,
             timeout_seconds=self.deadline - self._begun,
@@ -66,7 +69,7 @@ class Preview(Group):
             ProcessReport(
                 m.id.pid,
                 m.name,
-                "lost" if m.lost else word(self.now[m.id]),
+                "lost" if m.lost else HELD if m.along and self.is_down(m.id) else word(self.now[m.id]),
                 tuple(GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus),
                 self.world.image_bytes(m.id) if self.now[m.id] is State.CHECKPOINTED else 0,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from gpuckpt import errors
+from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
 from gpuckpt.model import Report, State, Status
@@ -20,7 +20,9 @@ def unfinished(world: World) -> list[Record]:
     for record in world.journal.records():
         states = world.states(m.id for m in record.members)
         alive = [m for m in record.members if states[m.id] is not State.GONE]
-        whole = record.status is Status.SUSPENDED and alive and all(states[m.id] is State.CHECKPOINTED or m.lost for m in alive)
+        along = {m.id for m in record.members if m.along}
+        whole = record.status is Status.SUSPENDED and all(states[m.id] is plan.bottom(m.id, along) or m.lost for m in alive)
+        whole = whole and any(not m.along for m in alive)
         marked = any(m.waiting for m in record.members)
         if not whole or marked:
             found.append(record)
@@ -71,6 +73,6 @@ def words(record: Record, operation: Operation, ok: bool) -> str:
     verb = {Status.SUSPENDING: "suspend", Status.UNDOING: "suspend", Status.RESUMING: "resume"}[record.status]
     if not ok:
         return f"{who}: the {verb} stays in the middle"
-    down = all(s in (State.CHECKPOINTED, State.GONE) for s in states.values())
+    down = all(operation.is_down(p) or s is State.GONE for p, s in states.items())
     finished = down == (verb == "suspend")
     return f"{who}: the {verb} was {'finished' if finished else 'undone'}"

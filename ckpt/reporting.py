@@ -7,8 +7,8 @@ import dataclasses
 from gpuckpt import keeping
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found
-from gpuckpt.model import GpuReport, Inventory, ProcessReport, Report, State
-from gpuckpt.words import word
+from gpuckpt.model import GpuReport, Inventory, ProcessReport, Report, State, Status
+from gpuckpt.words import HELD, word
 
 
 class Reporting(Group):
@@ -41,11 +41,13 @@ class Reporting(Group):
         rows, retained = [], dict(self.record.retained)
         for m in self.record.members:
             state = self.now.get(m.id, State.GONE)
-            called = "lost" if m.lost and state is not State.GONE else word(state)
+            held_along = m.along and self.is_down(m.id) and self.record.status is Status.SUSPENDED
+            called = "lost" if m.lost and state is not State.GONE else HELD if held_along else word(state)
             here = held.get(m.id.pid, {}) if state is not State.GONE else {}
             gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus}
             for uuid, nbytes in here.items():
-                gpus[uuid] = GpuReport(uuid, gpus[uuid].bytes_before if uuid in gpus else 0, nbytes)
+                before = nbytes if m.along else gpus[uuid].bytes_before if uuid in gpus else 0
+                gpus[uuid] = GpuReport(uuid, before, nbytes)
             down = state is State.CHECKPOINTED
             image = keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if down else keeping.NOWHERE
             kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if state is State.CHECKPOINTED else 0

@@ -79,7 +79,7 @@ def unclaimed_restores(walk: Walk, uuids: Collection[str]) -> list[ProcessId]:
     found = []
     for record in walk.world.journal.records():
         if record.id != walk.record.id and record.status is not Status.SUSPENDED:
-            near = [m.id for m in record.members if not m.gpus or any(g.uuid in uuids for g in m.gpus)]
+            near = [m.id for m in record.members if not m.along and (not m.gpus or any(g.uuid in uuids for g in m.gpus))]
             found += [p for p, state in walk.world.states(near).items() if state is State.BLOCKED]
     return found
 

@@ -77,6 +77,19 @@ class Walk:
         """Members that have an agent."""
         return frozenset(m.id for m in self.record.members if m.agent) if self.record else frozenset()
 
+    @property
+    def along(self) -> frozenset[ProcessId]:
+        """Members that are taken along."""
+        return frozenset(m.id for m in self.record.members if m.along) if self.record else frozenset()
+
+    def bottoms(self) -> dict[ProcessId, State]:
+        """What each process is when the group is suspended."""
+        return {p: plan.bottom(p, self.along) for p in self.now}
+
+    def is_down(self, process: ProcessId) -> bool:
+        """Whether *process* is as it is when the group is suspended."""
+        return self.now.get(process) is plan.bottom(process, self.along)
+
     def walk(
         self,
         goal: Mapping[ProcessId, State],

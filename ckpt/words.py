@@ -23,6 +23,10 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
+#: A process that was taken along by a suspend: it stands at its safe point until the resume.
+HELD = "held"
+
+
 def word(state: State) -> str:
     """The word that people see for a driver state."""
     words = {State.CHECKPOINTED: "suspended", State.BLOCKED: "in-flight", State.FAILED: "lost"}

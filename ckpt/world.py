@@ -56,8 +56,9 @@ class World(Protocol):
         """Signals that asked us to stop, in order of arrival."""
         ...
 
-    def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
-        """The CUDA processes that *targets* stand for, with their hazards. Raises for a target that is none."""
+    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = ()) -> Inventory:
+        """The CUDA processes that *targets* stand for, and those to take along that *along* stands for, with their hazards. Raises for
+        one that is none."""
         ...
 
     def states(self, processes: Iterable[ProcessId]) -> dict[ProcessId, State]:

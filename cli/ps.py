@@ -13,14 +13,22 @@ import click
 from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, look_timeout_option, print_json, warn, within
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Gpu, Report
-from gpuckpt.words import duration, size
+from gpuckpt.words import HELD, duration, size
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from gpuckpt.overview import Overview, Row
 
-COLOURS = {"running": "green", "suspended": "cyan", "lost": "red", "in-flight": "yellow", "locked": "yellow", "stopped": "yellow"}
+COLOURS = {
+    "running": "green",
+    "suspended": "cyan",
+    HELD: "cyan",
+    "lost": "red",
+    "in-flight": "yellow",
+    "locked": "yellow",
+    "stopped": "yellow",
+}
 
 
 @click.command()

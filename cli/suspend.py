@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
+from gpuckpt import errors
 from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.cli.rendezvous import rendezvous_options
 from gpuckpt.image import paths
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 from gpuckpt.rendezvous.choice import Choice
-from gpuckpt.words import size
+from gpuckpt.words import HELD, size
 
 
 @click.command()
@@ -23,6 +24,15 @@ from gpuckpt.words import size
     type=click.Choice(ACCEPTABLE_HAZARDS),
     metavar="KIND",
     help=f"Take on a hazard that may lose the process: {', '.join(ACCEPTABLE_HAZARDS)}. Repeatable.",
+)
+@click.option(
+    "--with",
+    "along",
+    multiple=True,
+    type=click.IntRange(2),
+    metavar="PID",
+    help="Take PID, and all that belongs to it, along: its communicators are suspended too, and it stands still until the resume, "
+    "its memory where it is. It needs an agent. Repeatable.",
 )
 @rendezvous_options
 @click.option(
@@ -45,6 +55,7 @@ def suspend(
     no_tree: bool,
     dry_run: bool,
     accept_loss: tuple[str, ...],
+    along: tuple[int, ...],
     rendezvous: str | None,
     nodes: int | None,
     node_rank: int | None,
@@ -66,6 +77,7 @@ def suspend(
       gpuckpt suspend 4242 --timeout 30s --json
       gpuckpt suspend 4242 --rendezvous c10d://host0:29400/job --nodes 2 --rendezvous-key job.key    on each of two hosts
       gpuckpt suspend 4242 --keep-in /var/lib/images
+      gpuckpt suspend SERVER --with TRAINER    where they share a communicator
     """
 
     def body() -> Report:
@@ -73,6 +85,8 @@ def suspend(
         chosen.check(dry_run=dry_run)
         if is_run(targets):
             chosen.refuse_run()
+            if along:
+                raise errors.Usage("--with takes pids: a run is suspended as it is", hint="name a pid of the run's processes: gpuckpt ps")
             return ask_run(targets[0], "suspend", timeout_s=timeout_s)
         from gpuckpt import early
 
@@ -90,7 +104,7 @@ def suspend(
             kind = Preview if dry_run else Operation
             accept = frozenset(accept_loss)
             operation = kind(world, "suspend", timeout_s=timeout_s, accept=accept, tell=bar.tell, watch=bar.watch, barrier=barrier)
-            return operation.suspend(pids(targets), tree=not no_tree, keep_in=keep_in, oom_score_adj=oom_score_adj)
+            return operation.suspend(pids(targets), tree=not no_tree, along=along, keep_in=keep_in, oom_score_adj=oom_score_adj)
 
     execute("suspend", as_json, body, show_plan if dry_run else show)
 
@@ -102,7 +116,11 @@ def show(report: Report) -> None:
         return
     for p in report.processes:
         if report.already:
-            click.echo(f"already suspended: pid {p.pid} ({p.name})")
+            click.echo(f"already {p.state}: pid {p.pid} ({p.name})")
+            continue
+        if p.state == HELD:
+            kept = ", ".join(f"{size(g.bytes_after)} on {g.uuid}" for g in p.gpus)
+            click.echo(f"held: pid {p.pid} ({p.name})  stands at its safe point until the resume, and keeps {kept}")
             continue
         moved = ", ".join(f"{size(g.bytes_before)} → {size(g.bytes_after)} on {g.uuid}" for g in p.gpus)
         click.echo(f"suspended: pid {p.pid} ({p.name})  {moved}")

@@ -112,14 +112,14 @@ class MemoryWorld:
 
     # Looking.
 
-    def inspect(self, targets: Sequence[int], *, tree: bool) -> Inventory:
+    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = ()) -> Inventory:
         self.point("inspect")
         machine = self.machine
-        for pid in targets:
+        for pid in (*targets, *along):
             if pid not in machine.groups:
                 raise errors.NoSuchProcess(f"there is no process {pid}", pid=pid)
         wanted = {machine.groups[t] for t in targets}
-        members = [p for p, g in sorted(machine.groups.items()) if (g in wanted if tree else p in targets)]
+        members = [p for p, g in sorted(machine.groups.items()) if p in along or (g in wanted if tree else p in targets)]
         states = self._states([ProcessId(p, 1) for p in members])
         held = self._held()
         found = [
@@ -132,6 +132,7 @@ class MemoryWorld:
                 machine.rules.processes[id_.pid].image_bytes,
                 id_.pid in machine.stopped,
                 id_.pid in machine.agents,
+                id_.pid in along,
             )
             for id_, state in states.items()
             if id_.pid in machine.rules.processes

@@ -85,11 +85,13 @@ def test_a_job_of_eight_ranks_and_back(machine4: Machine) -> None:
 
 
 def test_one_rank_alone_is_refused(machine4: Machine) -> None:
-    """NVIDIA/cuda-checkpoint#47: one of two ranks was checkpointed alone and could not be restored."""
+    """Case 43: one of two ranks was checkpointed alone and could not be restored (NVIDIA/cuda-checkpoint#47). Its siblings are named."""
     ranks = job(machine4)
     result = machine4.gpuckpt("suspend", "--no-tree", ranks[1].pid)
     assert (result.code, result.error["code"]) == (6, "nccl-communicator")
-    assert "rank 0, 2, 3 of 4 is not in it" in result.error["message"]
+    for r in (0, 2, 3):
+        assert f"rank {r} of 4 is pid {ranks[r].pid} (" in result.error["message"]
+    assert f"gpuckpt suspend {ranks[0].pid}" in result.error["hint"]
     assert states(machine4, ranks) == {State.RUNNING}
 
 

@@ -155,11 +155,11 @@ def test_unwritable_half_way(machine: Machine) -> None:
 def test_a_record_of_a_newer_version(machine: Machine) -> None:
     target = machine.target("--gib", "4")
     machine.gpuckpt("suspend", target.pid)
-    machine.rewrite(schema=3, members="unheard of")
+    machine.rewrite(schema=4, members="unheard of")
     for command in (("ps",), ("recover",), ("resume", target.pid)):
         result = machine.gpuckpt(*command)
         assert result.code == 0
-        assert "written by a newer gpuckpt (schema 3)" in " ".join(result.document["warnings"]), command
+        assert "written by a newer gpuckpt (schema 4)" in " ".join(result.document["warnings"]), command
     assert target.unharmed()
     assert len(machine.records()) == 1, "not ours to remove"
 

@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     target = Target(world, children)
     if options.nccl_socket:
-        _keep_socket = _nccl_socket(int(options.agent[1]) if options.agent else 0)
+        _keep_socket = _nccl_socket(int(options.agent[0][1]) if options.agent else 0)
     if options.agent is not None:
         _install_agent(world, options)
     try:
@@ -125,7 +125,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--fork", type=int, default=0, metavar="N", help="children without CUDA state")
     parser.add_argument("--spawn", type=int, default=0, metavar="N", help="children with CUDA state of their own, like this one's")
     parser.add_argument("--nccl-socket", action="store_true", help="show the socket that a communicator shows")
-    parser.add_argument("--agent", nargs=3, metavar=("COMMUNICATOR", "RANK", "SIZE"), help="install an agent that suspends it")
+    words = ("COMMUNICATOR", "RANK", "SIZE")
+    parser.add_argument("--agent", nargs=3, action="append", metavar=words, help="install an agent that suspends it; repeatable")
     parser.add_argument("--meet-in", metavar="DIRECTORY", help="where the communicator's ranks meet; by default those of this machine")
     parser.add_argument("--nccl", default="2.30.7", metavar="VERSION", help="that the agent reports")
     parser.add_argument("--daemon", action="store_true", help="stay when the input ends")
@@ -146,10 +147,11 @@ def _next_line(agent: bool) -> str:
 
 def _install_agent(world: SimulatedWorldDir, options: argparse.Namespace) -> None:
     from gpuckpt.agent import install
-    from gpuckpt.driver.simulated_comms import SimulatedCommunicator
+    from gpuckpt.driver.simulated_comms import SimulatedCommunicator, SimulatedCommunicators
 
-    name, rank, size = options.agent
-    install(SimulatedCommunicator(world, os.getpid(), name, int(rank), int(size), nccl=options.nccl, meet_in=options.meet_in))
+    more = {"nccl": options.nccl, "meet_in": options.meet_in}
+    made = [SimulatedCommunicator(world, os.getpid(), name, int(rank), int(size), **more) for name, rank, size in options.agent]
+    install(SimulatedCommunicators(made) if len(made) > 1 else made[0])
 
 
 def _print(answer: dict[str, Any]) -> None:

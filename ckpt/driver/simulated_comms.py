@@ -1,4 +1,4 @@
-"""A simulated communicator: collective like the real one, and while it is not suspended a restore of its process is lost."""
+"""Simulated communicators: collective like the real ones, and while one is not suspended a restore of its process is lost."""
 
 from __future__ import annotations
 
@@ -66,3 +66,25 @@ class SimulatedCommunicator:
             if time.monotonic() > until:
                 raise TimeoutError(f"{what} of communicator {self.name}: only {len(list(place.iterdir()))} of {self.size} ranks came")
             time.sleep(0.005)
+
+
+class SimulatedCommunicators:
+    """Several of one process, in the order of their names, as every rank takes them."""
+
+    def __init__(self, several: list[SimulatedCommunicator]) -> None:
+        self.several = sorted(several, key=lambda c: c.name)
+        self.synchronise = self.several[0].synchronise
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [described for c in self.several for described in c.describe()]
+
+    def hazards(self) -> list[str]:
+        return []
+
+    def suspend(self) -> None:
+        for c in self.several:
+            c.suspend()
+
+    def resume(self) -> None:
+        for c in self.several:
+            c.resume()

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpuckpt.model import Hazard, Rank
+from gpuckpt.model import Hazard, Outsider, Rank
 
 
-def hazards(hosts: Mapping[str, Sequence[Rank]]) -> list[Hazard]:
-    """A hazard for each communicator that has ranks elsewhere or twice, or ranks of different NCCL versions. *hosts*: name -> its ranks."""
+def hazards(hosts: Mapping[str, Sequence[Rank]], outside: Sequence[Outsider] = ()) -> list[Hazard]:
+    """A hazard for each communicator that has ranks elsewhere or twice, or ranks of different NCCL versions. *hosts*: name -> its ranks.
+    *outside*: who has the ranks elsewhere, where that is known."""
     several = len(hosts) > 1
     found = []
     for (name, size), parts in sorted(_by_communicator(hosts).items()):
@@ -24,22 +25,40 @@ def hazards(hosts: Mapping[str, Sequence[Rank]]) -> list[Hazard]:
         twice = sorted(r for r, count in seen.items() if count > 1)
         of = f"communicator {name} of pid {first.pid}{f' on {host}' if several else ''}"
         if missing:
+            seen_there = _elsewhere(name, size, missing, outside)
             where = "on none of these hosts" if several else "not in it"
-            found.append(
-                _hazard(
-                    f"{of} reaches outside of this group: rank {_listed(missing)} of {size} is {where}, or has no agent",
-                    "name a process of the whole job, without --no-tree"
-                    if not several
-                    else "name a process of the job on every host, and count every host in --nodes",
-                    first.pid,
-                )
-            )
+            where = _named(seen_there) if seen_there else f"rank {_listed(missing)} of {size} is {where}, or has no agent"
+            found.append(_hazard(f"{of} reaches outside of this group: {where}", _cure(several, seen_there), first.pid))
         elif twice and several:
             places = ", ".join(f"pid {r.pid} on {host}" for host, r in spread if r.rank == twice[0])
             found.append(
                 _hazard(f"{of} has rank {twice[0]} twice: {places}", "give communicators of different jobs different names", first.pid)
             )
     return found
+
+
+def _elsewhere(name: str, size: int, missing: Sequence[int], outside: Sequence[Outsider]) -> list[Outsider]:
+    """Who of *outside* has the *missing* ranks: relatives where there are any, for others may have communicators of the same name."""
+    found = [o for o in outside if (o.rank.communicator, o.rank.size) == (name, size) and o.rank.rank in missing]
+    near = [o for o in found if o.near]
+    return sorted(near or found, key=lambda o: (o.rank.rank, o.rank.pid))
+
+
+def _named(elsewhere: Sequence[Outsider]) -> str:
+    words = [f"rank {o.rank.rank} of {o.rank.size} is {o.who}" for o in elsewhere[:8]]
+    return "; ".join([*words, *(["and more"] if len(elsewhere) > 8 else [])])
+
+
+def _cure(several: bool, elsewhere: Sequence[Outsider]) -> str:
+    if several:
+        return "name a process of the job on every host, and count every host in --nodes"
+    if not elsewhere:
+        return "name a process of the whole job, without --no-tree"
+    pids = list(dict.fromkeys(o.rank.pid for o in elsewhere))
+    if any(o.near for o in elsewhere):
+        return f"suspend the whole job by any pid of it, without --no-tree: gpuckpt suspend {pids[0]}"
+    taken = " ".join(f"--with {pid}" for pid in pids)
+    return f"{taken} takes it through the suspend of its communicators alone: it stands still until the resume, its memory where it is"
 
 
 def advice(ranks: Sequence[Rank]) -> list[str]:
