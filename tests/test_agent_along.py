@@ -9,18 +9,22 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import gpuckpt
 from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import GIB, Call, State
 from gpuckpt.operation import Operation
 from gpuckpt.recovery import recover_all
 from tests.conftest import eventually
+from tests.hosts import Cluster
 from tests.memory_agents import Agent
 from tests.memory_machine import Machine as MemoryMachine
 from tests.memory_world import Crash, MemoryWorld
 from tests.test_agent import stages
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.conftest import Machine, Target
 
 RUNNING, CHECKPOINTED, DISARMED = State.RUNNING, State.CHECKPOINTED, State.DISARMED
@@ -101,6 +105,18 @@ def test_a_communicator_that_reaches_a_trainer(job: Job) -> None:
     assert met == {"tp-1-suspend", "tp-2-resume", "sync-1-suspend", "sync-2-resume"}
 
 
+def test_one_of_the_same_tree_is_taken_along_all_the_same(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the library, as by the command."""
+    ranks = machine4.job(*(("--gpu", str(r), "--nccl-socket", "--agent", "sync", str(r), "3") for r in range(3)))
+    for name, value in machine4.environ.items():
+        monkeypatch.setenv(name, value)
+    pids = [r.pid for r in ranks]
+    down = gpuckpt.suspend(pids[0], along=[pids[2]])
+    assert {p.pid: p.state for p in down.processes} == dict(zip(pids, ("suspended", "suspended", "held"), strict=True))
+    assert gpuckpt.resume(pids[0]).ok
+    assert all(r.unharmed() for r in ranks)
+
+
 def test_who_cannot_be_taken_along(machine4: Machine, job: Job) -> None:
     without = machine4.target("--gpu", "3")
     w = job.server[0].pid
@@ -174,6 +190,28 @@ def test_whom_it_was_taken_along_with_dies(job: Job) -> None:
         t.kill()
     result = machine.gpuckpt("resume", job.trainer.pid, "--timeout", "500ms")
     assert (result.code, result.error["pid"]) == (3, job.trainer.pid), result
+
+
+def test_over_several_hosts(tmp_path: Path) -> None:
+    """A rank of the server on each of two hosts, and the trainer on the second."""
+    c = Cluster.make(tmp_path, 2, gpus=2)
+    try:
+        meet = ("--nccl-socket", "--meet-in", str(c.path / "meet"))
+        for h, machine in enumerate(c.machines):
+            c.ranks.append(machine.job(("--gpu", "0", *meet, "--agent", "tp", str(h), "2", "--agent", "sync", str(h), "3")))
+        (trainer,) = c.machines[1].job(("--gpu", "1", *meet, "--agent", "sync", "2", "3"))
+        for refused in c.all("suspend"):
+            assert (refused.code, refused.error["code"]) == (6, "nccl-communicator")
+            assert f"rank 2 of 3 is pid {trainer.pid} (" in refused.error["message"]
+            assert f"--with {trainer.pid} on its host" in refused.error["hint"]
+        down = [r.end() for r in (c.begin(0, "suspend"), c.begin(1, "suspend", "--with", trainer.pid))]
+        assert [r.code for r in down] == [0, 0], [r.error for r in down if r.code]
+        assert down[1].states == {c.ranks[1][0].pid: "suspended", trainer.pid: "held"}
+        assert [r.code for r in c.all("resume")] == [0, 0]
+        assert c.whole()
+        assert trainer.unharmed()
+    finally:
+        c.close()
 
 
 # In memory, at every point.

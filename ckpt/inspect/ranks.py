@@ -50,15 +50,18 @@ def _named(elsewhere: Sequence[Outsider]) -> str:
 
 
 def _cure(several: bool, elsewhere: Sequence[Outsider]) -> str:
-    if several:
+    if several and not elsewhere:
         return "name a process of the job on every host, and count every host in --nodes"
     if not elsewhere:
         return "name a process of the whole job, without --no-tree"
     pids = list(dict.fromkeys(o.rank.pid for o in elsewhere))
-    if any(o.near for o in elsewhere):
+    if not several and any(o.near for o in elsewhere):
         return f"suspend the whole job by any pid of it, without --no-tree: gpuckpt suspend {pids[0]}"
     taken = " ".join(f"--with {pid}" for pid in pids)
-    return f"{taken} takes it through the suspend of its communicators alone: it stands still until the resume, its memory where it is"
+    there = " on its host" if several else ""
+    return (
+        f"{taken}{there} takes it through the suspend of its communicators alone: it stands still until the resume, its memory where it is"
+    )
 
 
 def advice(ranks: Sequence[Rank]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from gpuckpt import errors
 from gpuckpt.barrier import END, Part
 from gpuckpt.errors import GpuckptError
-from gpuckpt.model import Call, Inventory, Membership
+from gpuckpt.model import Call, Inventory, Membership, Rank
 from gpuckpt.rendezvous import judge, words
 from gpuckpt.rendezvous.coordinator import Body, Coordinator, Ended, Get, Moment, Put, Steps
 from gpuckpt.rendezvous.seal import Seal
@@ -134,7 +134,8 @@ class Rendezvous:
             "patience_s": patience_s,
             "agents": any(p.agent for p in inventory.processes),
             "pids": [p.pid for p in inventory.processes],
-            "ranks": [[r.pid, r.communicator, r.rank, r.size, r.nccl] for r in inventory.ranks],
+            "ranks": [_rank(r) for r in inventory.ranks],
+            "outside": [[_rank(o.rank), o.who, o.near] for o in inventory.outside],
         }
         try:
             verdict = self._drive(self._hosts.join(info, deadline))
@@ -282,6 +283,10 @@ class Rendezvous:
         except StopIteration as e:
             found: T = e.value
             return found
+
+
+def _rank(r: Rank) -> list[Any]:
+    return [r.pid, r.communicator, r.rank, r.size, r.nccl]
 
 
 def _by_pid(inventory: Inventory) -> dict[int, list[str]]:

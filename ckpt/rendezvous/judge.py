@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuckpt.inspect import ranks
-from gpuckpt.model import Rank
+from gpuckpt.model import Outsider, Rank
 
 Body = dict[str, Any]
 
@@ -18,7 +18,8 @@ def name(info: Body) -> str:
 
 def suspend(infos: Mapping[int, Body]) -> Body:
     """Every communicator must be wholly on these hosts, and of one version of NCCL."""
-    found = ranks.hazards({name(i): [Rank(*r) for r in i["ranks"]] for i in infos.values()})
+    outside = [Outsider(Rank(*rank), who, near) for i in infos.values() for rank, who, near in i.get("outside", ())]
+    found = ranks.hazards({name(i): [Rank(*r) for r in i["ranks"]] for i in infos.values()}, outside)
     if found:
         return _refused("nccl-communicator", found[0].message, found[0].hint)
     return _go(infos, next((i["group"] for i in infos.values() if i["group"]), ""))
