@@ -88,7 +88,7 @@ class Rank:
         self.budget, self.log = budget, OUT / f"{budget.results.name}.rank{rank}.log"
         words = [sys.executable, str(HERE / "rank.py")]
         if SIMULATED:
-            words = [sys.executable, "-m", "gpuckpt.driver.simtarget", "--gpu", str(rank), "--nccl-socket", "--agent", "tp", str(rank), str(size)]
+            words = [sys.executable, "-m", "gpuckpt.driver.simtarget", "--gpu", str(rank), "--nccl-socket", "--agent", f"tp{environ['MASTER_PORT']}", str(rank), str(size)]
         words = [*(["gpuckpt", "exec", "--"] if preload else []), *words]
         env = {**os.environ, **environ, "RANK": str(rank), "WORLD_SIZE": str(size)}
         with self.log.open("wb") as log:
