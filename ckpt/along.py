@@ -44,14 +44,15 @@ def refuse(processes: Mapping[int, GpuProcess], wanted: Collection[int], silent:
 
 
 def outsiders(
-    known: Sequence[Rank], agents: Agents, procs: Mapping[int, Proc], near: Collection[int], describe: Callable[[int], str]
+    known: Sequence[Rank], agents: Agents, loaded: Callable[[], Sequence[Proc]], near: Collection[int], describe: Callable[[int], str]
 ) -> tuple[Outsider, ...]:
-    """Who of *procs* has a rank in a communicator that *known* ranks have a part of; looked for where ranks are missing. *near*: their
-    relatives. Names of communicators are unique in a job and not on a machine, so those that are not near may be of another job."""
+    """Who has a rank in a communicator that *known* ranks have a part of. Looked for where ranks are missing, among the processes that have
+    CUDA *loaded*. *near*: relatives of the known. Names of communicators are unique in a job and not on a machine, so those that are not
+    near may be of another job."""
     if not ranks.hazards({"": known}):
         return ()
     wanted, inside = {(r.communicator, r.size) for r in known}, {r.pid for r in known}
-    hellos = agents.hellos(p.id for pid, p in procs.items() if pid not in inside and not p.stopped)
+    hellos = agents.hellos(p.id for p in loaded() if p.pid not in inside and not p.stopped)
     found = []
     for process, hello in hellos.items():
         for c in hello.communicators:

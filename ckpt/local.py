@@ -163,8 +163,9 @@ class LocalWorld:
             for c in hellos[pid].communicators
         )
         warnings = (*map(void_words, void), *self.journal.unreadable(), *advice(ranks))
-        loaded = self.devices.loaded([p for p in procs if p != self.me.pid])
-        outside = beside.outsiders(ranks, self.agents, {pid: procs[pid] for pid in loaded}, near, self.describe)
+        outside = beside.outsiders(
+            ranks, self.agents, lambda: [procs[p] for p in self.devices.loaded(list(procs)) if p != self.me.pid], near, self.describe
+        )
         return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room, ranks, outside)
 
     def void(self) -> list[Record]:
