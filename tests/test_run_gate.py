@@ -184,6 +184,33 @@ def test_header_smuggling(shared: Serving) -> None:
     assert not {"X-Secret", "Proxy-Authorization"} & set(headers)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Content-Length: 5\r\nContent-Length: 6\r\n",
+        "Content-Length: 5, 6\r\n",
+        "Content-Length: +5\r\n",
+        "Content-Length: 5\r\nTransfer-Encoding : chunked\r\n",
+        "Content-Length: 5\r\nTransfer-Encoding: xchunked\r\n",
+        "Transfer-Encoding: chunked, identity\r\n",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\n\tTransfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\nX: a\nTransfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\nX: a\rTransfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\nX: a\0b\r\n",
+        "Content-Length: 5\r\nX Y: a\r\n",
+        "Content-Length: 5\r\n: a\r\n",
+    ],
+)
+def test_a_head_with_two_readings_reaches_nobody(shared: Serving, head: str) -> None:
+    """What another parser may take for a second request, or for a body of another length."""
+    begun = len(shared.notes("begin"))
+    with shared.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n0\r\n\r\nPOST /sleep HTTP/1.1\r\nHost: x\r\n\r\n") as s:
+        assert b" 400 " in s.makefile("rb").readline()
+    shared.get("/version")
+    assert [n["path"] for n in shared.notes("begin")[begun:] if n["path"] != "/health"] == ["/version"]
+
+
 def test_bytes_pass_as_they_come(shared: Serving) -> None:
     body = json.dumps({"stream": True, "seconds": 1.0, "chunks": 4})
     with shared.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}") as s:

@@ -21,8 +21,10 @@ _TRICKS = re.compile(r"//|/\.\.?(/|$)|[\\\x00-\x1f\x7f;]")
 
 
 def origin_form(target: str) -> str:
-    """The path and query of a request's target; of ``http://host/path`` what follows the host."""
-    return _AUTHORITY.sub("", target, count=1) or "/"
+    """The path and query of a request's target, without a fragment; of ``http://host/path`` what follows the host."""
+    if not target.startswith("/"):
+        target = _AUTHORITY.sub("", target, count=1) or "/"
+    return target.partition("#")[0]
 
 
 def plain(path: str) -> str | None:
