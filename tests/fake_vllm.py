@@ -47,6 +47,7 @@ class Server:
         self.workers = [self._worker(rank) for rank in range(options.tensor_parallel_size if options.tensor_parallel_size > 1 else 0)]
         self.gpu_pids = [w.pid for w in self.workers] or [os.getpid()]
         self.asked = threading.Lock()
+        self.engine = asyncio.Lock()  # it does one thing after the other, whoever waits for it
 
     def _worker(self, rank: int) -> subprocess.Popen[str]:
         words = [f"VLLM::Worker_TP{rank}", "-c", SIMTARGET, "--gpu", str(rank), "--gib", str(self.options.gib), "--nccl-socket"]
@@ -117,6 +118,8 @@ class Server:
         held = await self.gpu()
         self.served += 1
         seconds = float(body.get("seconds", 0))
+        if body.get("drops") and request.transport is not None:
+            request.transport.abort()
         if body.get("status"):
             return web.json_response(
                 {"error": {"message": "over the limit", "code": "limit"}}, status=body["status"], headers={"X-Limit": "1"}
@@ -132,12 +135,22 @@ class Server:
         count = int(body.get("chunks", 5))
         for n in range(count):
             await self.gpu()
-            await response.write(f"data: {json.dumps({'n': n})}\n\n".encode())
+            await response.write(f"data: {json.dumps({'n': n})}{' ' * body.get('pad', 0)}\n\n".encode())
             await asyncio.sleep(seconds / count)
             if n == body.get("dies_at", -1):
                 os._exit(67)
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def in_turn(self, request: web.Request) -> web.StreamResponse:
+        """What the engine is asked: it goes on with it, also if whoever asked has left."""
+        handler = {"/sleep": self.sleep, "/wake_up": self.wake, "/is_sleeping": self.is_sleeping}[request.path]
+
+        async def one() -> web.StreamResponse:
+            async with self.engine:
+                return await handler(request)
+
+        return await asyncio.shield(asyncio.create_task(one()))
 
     async def sleep(self, request: web.Request) -> web.StreamResponse:
         self.note("sleep", running=self.running, query=dict(request.query))
@@ -225,7 +238,7 @@ async def main() -> None:
             web.get("/version", server.models),
             web.get("/load", server.models),
             *(
-                [web.post("/sleep", server.sleep), web.post("/wake_up", server.wake), web.get("/is_sleeping", server.is_sleeping)]
+                [web.post("/sleep", server.in_turn), web.post("/wake_up", server.in_turn), web.get("/is_sleeping", server.in_turn)]
                 if dev
                 else []
             ),

@@ -230,7 +230,7 @@ def test_a_refusal_of_the_server_passes_unchanged(shared: Serving) -> None:
 
 
 def test_a_large_body_passes_in_pieces(shared: Serving) -> None:
-    size, piece = 300 << 20, b"x" * (1 << 20)
+    size, piece = 1 << 30, b"x" * (1 << 22)
     with shared.dial(f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\nExpect: 100-continue\r\n\r\n") as s:
         file = s.makefile("rb")
         assert file.readline() == b"HTTP/1.1 100 Continue\r\n"
@@ -239,6 +239,17 @@ def test_a_large_body_passes_in_pieces(shared: Serving) -> None:
             s.sendall(piece)
         assert b" 200 " in file.readline()
     assert int(Path(f"/proc/{shared.process.pid}/statm").read_text().split()[1]) * 4096 < 200 << 20, "it was not kept"
+
+
+@pytest.mark.parametrize("nbytes", [100, 200_000])
+def test_a_request_is_sent_once(shared: Serving, nbytes: int) -> None:
+    """Whether the server has begun with it nobody knows, once it is gone."""
+    begun = len(shared.notes("begin"))
+    answer = shared.complete(drops=True, prompt="x" * nbytes)
+    assert (answer.status, answer.error["code"]) == (502, "server-unreachable")
+    assert answer.headers["x-should-retry"] == "false"
+    assert [n["path"] for n in shared.notes("begin")[begun:] if n["path"] != "/health"] == ["/v1/completions"]
+    assert shared.complete(id=1).status == 200
 
 
 def test_the_work_ends_when_the_client_leaves(shared: Serving) -> None:
@@ -308,6 +319,8 @@ def test_a_hold_that_is_too_short_says_when_to_come_back(stage: Stage) -> None:
     run.until("awake")
     assert not [n for n in run.notes("begin") if n["path"] == "/v1/completions"], "it was not executed"
     assert run.complete(id=2).status == 200
+    seconds = int(run.suspended().complete(id=3).headers["retry-after"])
+    assert 2 <= seconds < 10, "what the last one took"
 
 
 def test_a_client_that_leaves_while_held_is_not_served(stage: Stage) -> None:
