@@ -56,7 +56,8 @@ def bring_to(stage: Stage, state: str, *options: str, slow_s: int = 20) -> Servi
             order.wait()
         stage.machine.commands.append(order)  # type: ignore[arg-type]
     if state in ("resuming", "waking"):
-        stage.machine.slow(0.5)
+        if state == "resuming":
+            stage.machine.slow(0.5)
         run.begin(id=1)
         run.until("resuming")
         if state == "resuming":
