@@ -1,6 +1,7 @@
 """Draws docs/img/: pictures from benchmarks/results/, and one of a real run of the command line on simulated GPUs.
 
-usage: pictures.py             timeline.svg and memory.svg from cycles.json, rendezvous.svg from rendezvous.json
+usage: pictures.py             timeline.svg and memory.svg from cycles.json, rendezvous.svg from rendezvous.json,
+                               two_models.svg from run_two_models.json if that is there
        pictures.py --check     exit 1 if they are not what the result file says
        pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
 """
@@ -171,6 +172,47 @@ def rendezvous(document: dict[str, Any]) -> str:
     return svg(680, 246, "Store operations of one suspend, by hosts", parts)
 
 
+def two_models(document: dict[str, Any]) -> str:
+    """GPU memory over time while two runs share one GPU, and who was asked when: from the moment at which both were up."""
+    begun = next(s for s, words in document["events"] if words == "ask a") - 2
+    points = [(max(0.0, s - begun), mib / 1024) for s, mib in document["gpu_mib_over_time"] if s >= begun - 10]
+    last = points[-1][0]
+    events = [(s - begun, words) for s, words in document["events"] if begun <= s <= begun + last]
+    card = document["checks"]["together they are more than the card"]["seen"]
+    left, right, top, bottom = 52, 760, 58, 228
+    most = card["card"] / 1024
+
+    def x(seconds: float) -> float:
+        return left + seconds / last * (right - left)
+
+    def y(gib: float) -> float:
+        return bottom - gib / most * (bottom - top)
+
+    parts = []
+    for tick in range(0, int(most) + 1, 20):
+        parts += [f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>']
+        parts += [text(left - 8, y(tick) + 4, f"{tick}", "small end")]
+    parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{y(most):.1f}" y2="{y(most):.1f}" stroke-dasharray="4 3"/>']
+    parts += [text(right, y(most) - 5, f"the card: {most:.0f} GiB", "small end")]
+    free = float(left)  # where the next label may begin
+    for seconds, words in events:
+        at, short = x(seconds), words.removeprefix("ask ").split(" for ")[0]
+        line = f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{bottom}">'
+        parts += [f"{line}<title>{seconds:.1f} s: {words}</title></line>"]
+        if at >= free and at + 7 * len(short) < right:
+            parts += [text(at + 2, top - 20, short, "small")]
+            free = at + 7 * len(short) + 6
+    steps = [points[0], *(p for (_, before), (s, gib) in zip(points, points[1:], strict=False) for p in ((s, before), (s, gib)))]
+    parts += [f'<polyline class="gpu" points="{" ".join(f"{x(s):.1f},{y(gib):.1f}" for s, gib in steps)}"/>']
+    parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>']
+    parts += [text(x(s), bottom + 16, f"{s}", "small middle") for s in range(0, int(last), max(1, round(last / 8)))]
+    parts += [text(left - 8, top - 42, "GiB of GPU memory in use, and who is asked"), text(right, bottom + 32, "seconds", "small end")]
+    m = document["machine"]
+    words = f"two vllm serve, a {card['a'] / 1024:.0f} GiB and b {card['b'] / 1024:.0f} GiB, gpuckpt run --share"
+    parts += [text(left, bottom + 32, f"{words} · {m['gpu']}, driver {m['driver']}", "small")]
+    return svg(800, 272, "GPU memory over time while two models share one GPU", parts)
+
+
 def median(runs: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.median(r[key] for r in runs)
 
@@ -230,8 +272,12 @@ def main(arguments: Sequence[str]) -> int:
         ("timeline.svg", timeline, "cycles"),
         ("memory.svg", memory, "cycles"),
         ("rendezvous.svg", rendezvous, "rendezvous"),
+        ("two_models.svg", two_models, "run_two_models"),
     ):
-        path, drawn = IMG / name, draw(json.loads((ROOT / f"benchmarks/results/{result}.json").read_text()))
+        source = ROOT / f"benchmarks/results/{result}.json"
+        if result == "run_two_models" and not source.exists():
+            continue  # it takes a GPU and two models, and has not been run yet
+        path, drawn = IMG / name, draw(json.loads(source.read_text()))
         if not path.exists() or path.read_text(encoding="utf-8") != drawn:
             stale.append(name)
             if "--check" not in arguments:

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -67,6 +68,20 @@ def test_links_resolve(document: Path) -> None:
 def test_figures_are_those_of_the_result_files(script: str) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / script), "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_picture_of_two_models_needs_no_result_to_be_tried() -> None:
+    draw = runpy.run_path(str(ROOT / "benchmarks/pictures.py"))["two_models"]
+    seen = {"a": 118000, "b": 119000, "card": 143155}
+    document = {
+        "machine": {"gpu": "GPU", "driver": "1"},
+        "checks": {"together they are more than the card": {"seen": seen}},
+        "gpu_mib_over_time": [[s, 118000 if s % 20 < 10 else 0] for s in range(200, 300)],
+        "events": [[0.0, "start both"], [210.5, "ask a"], [220.0, "ask b"], [230.0, "16 requests at once for both"], [299.0, "both ended"]],
+    }
+    words = "".join(ElementTree.fromstring(draw(document)).itertext())
+    assert "a 115 GiB and b 116 GiB" in words
+    assert "start both" not in words, "it begins when both are up"
 
 
 def test_the_picture_of_a_run_is_of_these_commands_and_says_that_it_is_simulated() -> None:
