@@ -153,6 +153,7 @@ class Run:
         for task in doomed:
             task.cancel()
         await asyncio.gather(*doomed, return_exceptions=True)
+        await self.holdings.close()
 
     async def _order(self, kind: str, reason: str, drain_s: float) -> Report:
         last = self._last
@@ -224,6 +225,7 @@ class Run:
         self._enter(RunState.SUSPENDED)
         if self.traffic.waiting:
             self.want_awake()
+        await self.holdings.get_ready()
         return report
 
     async def _drain(self, order: Order) -> None:
