@@ -249,8 +249,10 @@ class Gate:
         if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
-        length = request.content_length
-        return await request.read() if length is not None and length <= SHORT_BYTES else request.content.iter_any()
+        length, content = request.content_length, request.content
+        if length is None or length > SHORT_BYTES:
+            return content.iter_any()
+        return content.read_nowait() if content.is_eof() else await content.read()
 
 
 def passed_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:

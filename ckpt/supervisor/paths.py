@@ -7,6 +7,7 @@ closed from the start. A path is judged in every reading that a server may give 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from urllib.parse import unquote
 
 #: First parts of the paths that users of a vLLM server call.
@@ -27,6 +28,7 @@ def origin_form(target: str) -> str:
     return target.partition("#")[0]
 
 
+@lru_cache
 def plain(path: str) -> str | None:
     """*path* (no query) as a server reads it, decoded; None where another server could read it in another way."""
     for _ in range(4):
