@@ -2,6 +2,7 @@
 
 usage: pictures.py             timeline.svg and memory.svg from cycles.json, rendezvous.svg and preload.svg from files of their names,
                                ranks.svg from vllm_tp2.json, once that has the seconds of each rank
+                               two_models.svg from run_two_models.json; each once there is such a file
        pictures.py --check     exit 1 if they are not what the result file says
        pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
 """
@@ -249,7 +250,9 @@ def ranks(document: dict[str, Any]) -> str:
 
 
 def _with_ranks(document: dict[str, Any]) -> list[dict[str, Any]]:
-    return [r for r in document.get("cycles", ()) if r.get("resume") == 0 and any(r.get("down_by_rank", {}).values()) and r.get("up_by_rank")]
+    return [
+        r for r in document.get("cycles", ()) if r.get("resume") == 0 and any(r.get("down_by_rank", {}).values()) and r.get("up_by_rank")
+    ]
 
 
 def _lanes(steps: dict[str, float], by_rank: dict[str, list[float]], count: int, left: float, y: float, scale: float) -> list[str]:
@@ -267,6 +270,47 @@ def _lanes(steps: dict[str, float], by_rank: dict[str, list[float]], count: int,
                 parts += [f'<text x="{x + 6:.1f}" y="{y + 18 * (n + 1) + 11}" style="fill:#fff;font-size:11px">{name}</text>']
         x += seconds * scale
     return parts
+
+
+def two_models(document: dict[str, Any]) -> str:
+    """GPU memory over time while two runs share one GPU, and who was asked when: from the moment at which both were up."""
+    begun = next(s for s, words in document["events"] if words == "ask a") - 2
+    points = [(max(0.0, s - begun), mib / 1024) for s, mib in document["gpu_mib_over_time"] if s >= begun - 10]
+    last = points[-1][0]
+    events = [(s - begun, words) for s, words in document["events"] if begun <= s <= begun + last]
+    card = document["checks"]["together they are more than the card"]["seen"]
+    left, right, top, bottom = 52, 760, 58, 228
+    most = card["card"] / 1024
+
+    def x(seconds: float) -> float:
+        return left + seconds / last * (right - left)
+
+    def y(gib: float) -> float:
+        return bottom - gib / most * (bottom - top)
+
+    parts = []
+    for tick in range(0, int(most) + 1, 20):
+        parts += [f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>']
+        parts += [text(left - 8, y(tick) + 4, f"{tick}", "small end")]
+    parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{y(most):.1f}" y2="{y(most):.1f}" stroke-dasharray="4 3"/>']
+    parts += [text(right, y(most) - 5, f"the card: {most:.0f} GiB", "small end")]
+    free = float(left)  # where the next label may begin
+    for seconds, words in events:
+        at, short = x(seconds), words.removeprefix("ask ").split(" for ")[0]
+        line = f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{bottom}">'
+        parts += [f"{line}<title>{seconds:.1f} s: {words}</title></line>"]
+        if at >= free and at + 7 * len(short) < right:
+            parts += [text(at + 2, top - 20, short, "small")]
+            free = at + 7 * len(short) + 6
+    steps = [points[0], *(p for (_, before), (s, gib) in zip(points, points[1:], strict=False) for p in ((s, before), (s, gib)))]
+    parts += [f'<polyline class="gpu" points="{" ".join(f"{x(s):.1f},{y(gib):.1f}" for s, gib in steps)}"/>']
+    parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>']
+    parts += [text(x(s), bottom + 16, f"{s}", "small middle") for s in range(0, int(last), max(1, round(last / 8)))]
+    parts += [text(left - 8, top - 42, "GiB of GPU memory in use, and who is asked"), text(right, bottom + 32, "seconds", "small end")]
+    m = document["machine"]
+    words = f"two vllm serve, a {card['a'] / 1024:.0f} GiB and b {card['b'] / 1024:.0f} GiB, gpuckpt run --share"
+    parts += [text(left, bottom + 32, f"{words} · {m['gpu']}, driver {m['driver']}", "small")]
+    return svg(800, 272, "GPU memory over time while two models share one GPU", parts)
 
 
 def median(runs: Sequence[dict[str, Any]], key: str) -> float:
@@ -330,8 +374,12 @@ def main(arguments: Sequence[str]) -> int:
         ("rendezvous.svg", rendezvous, "rendezvous"),
         ("preload.svg", preload, "preload"),
         ("ranks.svg", ranks, "vllm_tp2"),
+        ("two_models.svg", two_models, "run_two_models"),
     ):
-        document = json.loads((ROOT / f"benchmarks/results/{result}.json").read_text())
+        source = ROOT / f"benchmarks/results/{result}.json"
+        if not source.exists():
+            continue  # it has not been run yet
+        document = json.loads(source.read_text())
         if draw is ranks and not has_ranks(document):
             continue
         path, drawn = IMG / name, draw(document)

@@ -34,9 +34,15 @@ def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False) -> D
     return NvmlDevices(warm=warm)
 
 
+def callers(environ: Mapping[str, str] = os.environ) -> Callers:
+    """A helper that loads the driver's bindings. It touches no GPU until it is asked to."""
+    directory = environ.get("GPUCKPT_SIMULATE", "")
+    made = Callers(f"simulated:{directory}" if directory else "cuda")
+    made.warm()
+    return made
+
+
 def begin(environ: Mapping[str, str] = os.environ) -> Start:
     """Returns at once. What fails does so again, in words, when it is asked for."""
-    directory = environ.get("GPUCKPT_SIMULATE", "")
-    callers = Callers(f"simulated:{directory}" if directory else "cuda")
-    callers.warm()  # first of all: it can be forked only while there is one thread and no NVML
-    return Start(callers, devices(environ, warm=True))
+    made = callers(environ)  # first of all: it can be forked only while there is one thread and no NVML
+    return Start(made, devices(environ, warm=True))

@@ -2,6 +2,7 @@
 
 ``fake_vllm.py serve MODEL [OPTIONS]``. What it does is on record in ``--log FILE``, a JSON line for each request begun, ended or cut.
 The engine is this process's simulated GPU memory: whatever needs it waits while the process is suspended, everything else answers.
+With ``-tp N`` it is N workers, each on a GPU of its own with an agent and a communicator, and what it says depends on what they hold.
 ``--slow-sleep S`` and its like make a call take so long; ``--status PATH=CODE`` answers a path so; ``--golden TEXT`` is what it says.
 """
 
@@ -14,6 +15,8 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
+import threading
 import time
 from typing import Any
 
@@ -23,6 +26,11 @@ from gpuckpt.driver.api import CallError
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 
 GIB = 1 << 30
+#: A program with a title of its own does not know its environment any more.
+SIMTARGET = (
+    f"import runpy, site; site.addsitedir({sysconfig.get_path('purelib')!r}); "
+    "runpy.run_module('gpuckpt.driver.simtarget', run_name='__main__')"
+)
 
 
 class Server:
@@ -36,25 +44,50 @@ class Server:
         self.served = 0
         self.status = dict(s.split("=") for s in options.status)
         self.gate = asyncio.Semaphore(options.at_once)
+        self.workers = [self._worker(rank) for rank in range(options.tensor_parallel_size if options.tensor_parallel_size > 1 else 0)]
+        self.gpu_pids = [w.pid for w in self.workers] or [os.getpid()]
+        self.asked = threading.Lock()
+        self.engine = asyncio.Lock()  # it does one thing after the other, whoever waits for it
+
+    def _worker(self, rank: int) -> subprocess.Popen[str]:
+        words = [f"VLLM::Worker_TP{rank}", "-c", SIMTARGET, "--gpu", str(rank), "--gib", str(self.options.gib), "--nccl-socket"]
+        if os.environ.get("GPUCKPT_AGENT") == "1":
+            words += ["--agent", "tp", str(rank), str(self.options.tensor_parallel_size)]
+        made = subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert made.stdout is not None
+        made.stdout.readline()
+        return made
 
     def note(self, what: str, **facts: Any) -> None:
         self.log.write(json.dumps({"what": what, "at": time.monotonic(), **facts}) + "\n")
 
-    async def gpu(self) -> None:
+    async def gpu(self) -> str:
         """Needs the engine: waits while it is suspended, and dies if it computes asleep."""
         if self.sleeping:
             self.note("computed asleep")
             os._exit(66)
-        await asyncio.to_thread(self._call)
+        return await asyncio.to_thread(self._call)
 
     def _take(self, gib: float) -> None:
         """More of the GPU, or less."""
         with self.world.transaction() as world:
-            world.rules.alloc(os.getpid(), round(gib * GIB))
+            for pid in self.gpu_pids:
+                world.rules.alloc(pid, round(gib * GIB))
 
-    def _call(self) -> None:
-        with self.world.cuda_call(os.getpid()):
-            pass
+    def _call(self) -> str:
+        """What the workers hold, once they run."""
+        if not self.workers:
+            with self.world.cuda_call(os.getpid()):
+                return ""
+        sums = []
+        with self.asked:
+            for worker in self.workers:
+                assert worker.stdin is not None
+                assert worker.stdout is not None
+                worker.stdin.write("check\n")
+                worker.stdin.flush()
+                sums.append(json.loads(worker.stdout.readline())["sum"][:8])
+        return " ".join(["", *sums])
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -82,16 +115,18 @@ class Server:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        await self.gpu()
+        held = await self.gpu()
         self.served += 1
         seconds = float(body.get("seconds", 0))
+        if body.get("drops") and request.transport is not None:
+            request.transport.abort()
         if body.get("status"):
             return web.json_response(
                 {"error": {"message": "over the limit", "code": "limit"}}, status=body["status"], headers={"X-Limit": "1"}
             )
         if not body.get("stream"):
             await asyncio.sleep(seconds)
-            golden = self.options.golden
+            golden = self.options.golden + held
             if self.wakes >= self.options.forgets_at and body.get("model") in self.options.forgets:
                 golden = f"not {golden}"
             return web.json_response({"id": body.get("id"), "choices": [{"text": golden}], "served": self.served})
@@ -100,12 +135,22 @@ class Server:
         count = int(body.get("chunks", 5))
         for n in range(count):
             await self.gpu()
-            await response.write(f"data: {json.dumps({'n': n})}\n\n".encode())
+            await response.write(f"data: {json.dumps({'n': n})}{' ' * body.get('pad', 0)}\n\n".encode())
             await asyncio.sleep(seconds / count)
             if n == body.get("dies_at", -1):
                 os._exit(67)
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def in_turn(self, request: web.Request) -> web.StreamResponse:
+        """What the engine is asked: it goes on with it, also if whoever asked has left."""
+        handler = {"/sleep": self.sleep, "/wake_up": self.wake, "/is_sleeping": self.is_sleeping}[request.path]
+
+        async def one() -> web.StreamResponse:
+            async with self.engine:
+                return await handler(request)
+
+        return await asyncio.shield(asyncio.create_task(one()))
 
     async def sleep(self, request: web.Request) -> web.StreamResponse:
         self.note("sleep", running=self.running, query=dict(request.query))
@@ -170,7 +215,8 @@ async def main() -> None:
     await asyncio.sleep(options.slow_load)
     server = Server(options)
     uuids = sorted(server.world.peek().rules.gpus)
-    server.world.register(os.getpid(), {uuids[0]: round(options.gib * GIB)})
+    if not server.workers:
+        server.world.register(os.getpid(), {uuids[0]: round(options.gib * GIB)})
     if options.engine:  # a process of its own session, as an orphan would be
         title = ["VLLM::EngineCore", "-c", "import time; time.sleep(600)"]
         subprocess.Popen(title, executable=sys.executable, start_new_session=True)
@@ -192,7 +238,7 @@ async def main() -> None:
             web.get("/version", server.models),
             web.get("/load", server.models),
             *(
-                [web.post("/sleep", server.sleep), web.post("/wake_up", server.wake), web.get("/is_sleeping", server.is_sleeping)]
+                [web.post("/sleep", server.in_turn), web.post("/wake_up", server.in_turn), web.get("/is_sleeping", server.in_turn)]
                 if dev
                 else []
             ),
@@ -227,6 +273,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--api-key", nargs="+")
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--disable-custom-all-reduce", action="store_true")
+    parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--compilation-config")
     parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--sleep-frees", type=float, default=0.0, help="GiB, which it takes again when it wakes")
     parser.add_argument("--slow-sleep", type=float, default=0.0)

@@ -225,8 +225,18 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
     """One GPU, and a runtime directory with a path short enough for sockets."""
+    yield from make_stage(tmp_path)
+
+
+@pytest.fixture
+def stage2(tmp_path: Path) -> Iterator[Stage]:
+    """The same with two."""
+    yield from make_stage(tmp_path, gpus=2)
+
+
+def make_stage(tmp_path: Path, gpus: int = 1) -> Iterator[Stage]:
     runtime = Path(tempfile.mkdtemp(prefix="gr-", dir="/tmp"))
-    (machine,) = [make_machine(tmp_path)]
+    machine = make_machine(tmp_path, gpus)
     with contextlib.closing(machine):
         made = Stage(next(machine), runtime)
         try:

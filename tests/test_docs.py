@@ -70,6 +70,20 @@ def test_figures_are_those_of_the_result_files(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_picture_of_two_models_needs_no_result_to_be_tried() -> None:
+    draw = runpy.run_path(str(ROOT / "benchmarks/pictures.py"))["two_models"]
+    seen = {"a": 118000, "b": 119000, "card": 143155}
+    document = {
+        "machine": {"gpu": "GPU", "driver": "1"},
+        "checks": {"together they are more than the card": {"seen": seen}},
+        "gpu_mib_over_time": [[s, 118000 if s % 20 < 10 else 0] for s in range(200, 300)],
+        "events": [[0.0, "start both"], [210.5, "ask a"], [220.0, "ask b"], [230.0, "16 requests at once for both"], [299.0, "both ended"]],
+    }
+    words = "".join(ElementTree.fromstring(draw(document)).itertext())
+    assert "a 115 GiB and b 116 GiB" in words
+    assert "start both" not in words, "it begins when both are up"
+
+
 def test_the_picture_of_a_run_is_of_these_commands_and_says_that_it_is_simulated() -> None:
     words = re.sub(r"<[^>]+>", "", (ROOT / "docs/img/run.svg").read_text(encoding="utf-8")).replace("&#160;", " ")
     for word in ("simulated", "gpuckpt ps", "gpuckpt suspend", "gpuckpt resume", "suspended", "running"):

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from gpuckpt.model import State
+from gpuckpt.supervisor.keeper import descendants
 from tests.conftest import COMMAND, eventually
-from tests.serving import Stage, alive, stage
+from tests.serving import Serving, Stage, alive, stage
 
 __all__ = ["stage"]
 
@@ -214,6 +215,30 @@ def test_an_engine_that_dies_behind_a_healthy_front_ends_the_run(stage: Stage) -
     assert run.end() == 125
     assert f"pid {engine}, an engine of the server, died" in run.stderr
     run.nothing_left()
+
+
+def test_what_stands_ready_for_the_resume_may_die(stage: Stage) -> None:
+    run = stage.run().awake().suspended()
+    ready = eventually(lambda: operations(run), "something stands ready")
+    for pid in ready:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not any(alive(p) for p in ready), "it is dead")
+    assert run.complete(id=1).status == 200
+    eventually(lambda: not operations(run), "nothing stands by while it is awake")
+    run.suspended()
+    ready = eventually(lambda: operations(run), "something stands ready")
+    run.process.kill()
+    eventually(lambda: not any(alive(p) for p in ready), "it ends with its supervisor")
+
+
+def operations(run: Serving) -> list[int]:
+    """The processes that carry out its suspends and resumes."""
+    found = []
+    for pid in descendants(run.process.pid):
+        with contextlib.suppress(FileNotFoundError):
+            if b"gpuckpt.supervisor.operate" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
 
 
 def test_no_room_at_resume(stage: Stage) -> None:

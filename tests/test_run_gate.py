@@ -184,6 +184,46 @@ def test_header_smuggling(shared: Serving) -> None:
     assert not {"X-Secret", "Proxy-Authorization"} & set(headers)
 
 
+@pytest.mark.parametrize("named", ["Content-Length", "content-length, close", "Host", "Content-Type"])
+def test_a_body_is_never_taken_for_a_request(shared: Serving, named: str) -> None:
+    """Whatever a client says belongs to its connection: the body goes on with its own length."""
+    begun = len(shared.notes("begin"))
+    body = "POST /sleep HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: {named}\r\n\r\n"
+    with shared.dial(head + body) as s:
+        assert s.makefile("rb").readline().startswith(b"HTTP/1.1 ")
+    shared.get("/version")
+    assert [n["path"] for n in shared.notes("begin")[begun:] if n["path"] != "/health"] == ["/v1/completions", "/version"]
+    assert not shared.notes("sleep")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Content-Length: 5\r\nContent-Length: 6\r\n",
+        "Content-Length: 5, 6\r\n",
+        "Content-Length: +5\r\n",
+        "Content-Length: 5\r\nTransfer-Encoding : chunked\r\n",
+        "Content-Length: 5\r\nTransfer-Encoding: xchunked\r\n",
+        "Transfer-Encoding: chunked, identity\r\n",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\n\tTransfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\nX: a\nTransfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\nX: a\rTransfer-Encoding: chunked\r\n",
+        "Content-Length: 5\r\nX: a\0b\r\n",
+        "Content-Length: 5\r\nX Y: a\r\n",
+        "Content-Length: 5\r\n: a\r\n",
+    ],
+)
+def test_a_head_with_two_readings_reaches_nobody(shared: Serving, head: str) -> None:
+    """What another parser may take for a second request, or for a body of another length."""
+    begun = len(shared.notes("begin"))
+    with shared.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n0\r\n\r\nPOST /sleep HTTP/1.1\r\nHost: x\r\n\r\n") as s:
+        assert b" 400 " in s.makefile("rb").readline()
+    shared.get("/version")
+    assert [n["path"] for n in shared.notes("begin")[begun:] if n["path"] != "/health"] == ["/version"]
+
+
 def test_bytes_pass_as_they_come(shared: Serving) -> None:
     body = json.dumps({"stream": True, "seconds": 1.0, "chunks": 4})
     with shared.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}") as s:
@@ -203,7 +243,7 @@ def test_a_refusal_of_the_server_passes_unchanged(shared: Serving) -> None:
 
 
 def test_a_large_body_passes_in_pieces(shared: Serving) -> None:
-    size, piece = 300 << 20, b"x" * (1 << 20)
+    size, piece = 1 << 30, b"x" * (1 << 22)
     with shared.dial(f"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\nExpect: 100-continue\r\n\r\n") as s:
         file = s.makefile("rb")
         assert file.readline() == b"HTTP/1.1 100 Continue\r\n"
@@ -212,6 +252,17 @@ def test_a_large_body_passes_in_pieces(shared: Serving) -> None:
             s.sendall(piece)
         assert b" 200 " in file.readline()
     assert int(Path(f"/proc/{shared.process.pid}/statm").read_text().split()[1]) * 4096 < 200 << 20, "it was not kept"
+
+
+@pytest.mark.parametrize("nbytes", [100, 200_000])
+def test_a_request_is_sent_once(shared: Serving, nbytes: int) -> None:
+    """Whether the server has begun with it nobody knows, once it is gone."""
+    begun = len(shared.notes("begin"))
+    answer = shared.complete(drops=True, prompt="x" * nbytes)
+    assert (answer.status, answer.error["code"]) == (502, "server-unreachable")
+    assert answer.headers["x-should-retry"] == "false"
+    assert [n["path"] for n in shared.notes("begin")[begun:] if n["path"] != "/health"] == ["/v1/completions"]
+    assert shared.complete(id=1).status == 200
 
 
 def test_the_work_ends_when_the_client_leaves(shared: Serving) -> None:
@@ -281,6 +332,8 @@ def test_a_hold_that_is_too_short_says_when_to_come_back(stage: Stage) -> None:
     run.until("awake")
     assert not [n for n in run.notes("begin") if n["path"] == "/v1/completions"], "it was not executed"
     assert run.complete(id=2).status == 200
+    seconds = int(run.suspended().complete(id=3).headers["retry-after"])
+    assert 2 <= seconds < 10, "what the last one took"
 
 
 def test_a_client_that_leaves_while_held_is_not_served(stage: Stage) -> None:

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import time
 from collections import Counter
+from pathlib import Path
 
 import aiohttp
 
@@ -49,7 +50,7 @@ def test_two_thousand_streams_at_once(stage: Stage) -> None:
 def test_a_slow_reader_holds_back_only_itself(stage: Stage) -> None:
     """Its answer waits at the server, not in the gate's memory."""
     run = stage.run("--drain", "300ms").awake()
-    body = json.dumps({"stream": True, "chunks": 200_000, "seconds": 0})
+    body = json.dumps({"stream": True, "chunks": 10_000, "pad": 1 << 17, "seconds": 0})
     with run.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}") as s:
         s.recv(10)
         begun = time.monotonic()
@@ -57,6 +58,7 @@ def test_a_slow_reader_holds_back_only_itself(stage: Stage) -> None:
         assert time.monotonic() - begun < 5
         result = stage.gpuckpt("suspend", "m")
         assert result.error["code"] == "still-serving", "a stream is never cut"
+        assert int(Path(f"/proc/{run.process.pid}/statm").read_text().split()[1]) * 4096 < 150 << 20, "it is not kept here"
     eventually(lambda: run.facts["requests_running"] == 0, "it was cut when its reader left", 5)
 
 

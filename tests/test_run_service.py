@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
+from pathlib import Path
 
 from tests.conftest import COMMAND, eventually
 from tests.serving import Stage, stage
 
 __all__ = ["stage"]
+
+DOCUMENT = Path(__file__).parent.parent / "docs/vllm.md"
 
 
 def test_restart_on_failure_and_what_systemd_is_told(stage: Stage) -> None:
@@ -60,3 +64,26 @@ def test_it_is_not_started_again_for_ever_and_logs_json(stage: Stage) -> None:
     assert {"time", "level", "run", "logger", "message"} == set(lines[0])
     assert {line["run"] for line in lines} == {"m"}
     assert [line["level"] for line in lines if "again in" in line["message"]] == ["warning", "warning"]
+
+
+def test_metrics_are_those_of_the_documents(stage: Stage) -> None:
+    run = stage.run().awake()
+    assert run.suspended().complete(id=1).status == 200
+    assert run.complete(drops=True).status == 502
+    run.suspended()
+    text = run.get("/metrics").body.decode()
+    documented = re.findall(r"`(gpuckpt_\w+)(?:\{([\w,]+)\})?`", DOCUMENT.read_text(encoding="utf-8"))
+    assert {name for name, _ in documented} == set(re.findall(r"^# TYPE (gpuckpt_\w+) ", text, re.MULTILINE))
+    values = {k: float(v) for k, v in re.findall(r"^(gpuckpt_\S+) (\S+)$", text, re.MULTILINE)}
+    for name, labels in documented:
+        shown = next(k for k in values if re.fullmatch(rf"{name}(_sum)?(\{{.*)?", k))
+        assert re.findall(r'(\w+)="', shown) == [x for x in labels.split(",") if x]
+    assert values['gpuckpt_state{state="suspended"}'] == 1
+    assert values['gpuckpt_resumes_total{reason="request"}'] == 1
+    assert values['gpuckpt_operations_total{operation="suspend",outcome="done"}'] == 2
+    assert values['gpuckpt_refused_requests_total{code="server-unreachable"}'] == 1
+    assert values[f'gpuckpt_gpu_bytes{{gpu="{stage.machine.uuids[0]}"}}'] == 0
+    assert values["gpuckpt_host_bytes"] >= 8 << 30
+    steps = {step for operation, step in re.findall(r'seconds_sum\{operation="(\w+)",step="([\w-]+)"', text) if operation == "resume"}
+    assert {"whole", "restore", "wake"} <= steps
+    assert values["gpuckpt_requests_running"] == values["gpuckpt_requests_waiting"] == 0

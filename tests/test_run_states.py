@@ -20,9 +20,18 @@ __all__ = ["stage"]
 STATES = ["starting", "awake", "draining", "sleeping", "suspending", "suspended", "resuming", "waking"]
 
 
-def bring_to(stage: Stage, state: str, *options: str) -> Serving:
+def slow_in(state: str, slow_s: int) -> tuple[str, ...]:
+    option = {"starting": "--slow-load", "sleeping": "--slow-sleep", "waking": "--slow-wake"}.get(state)
+    return ("--engine", option, f"{slow_s}") if option else ("--engine",)
+
+
+def bring_to(stage: Stage, state: str, *options: str, slow_s: int = 20) -> Serving:
     """A run in *state*, in which it stays for a while."""
-    slow = {"starting": ("--slow-load", "30"), "sleeping": ("--slow-sleep", "20"), "waking": ("--slow-wake", "20")}.get(state, ())
+    slow = {
+        "starting": ("--slow-load", f"{slow_s}"),
+        "sleeping": ("--slow-sleep", f"{slow_s}"),
+        "waking": ("--slow-wake", f"{slow_s}"),
+    }.get(state, ())
     run = stage.run("--drain", "20s", *options, fake=("--engine", *slow))
     if state == "starting":
         eventually(lambda: run.port, "the gate listens")
@@ -47,7 +56,8 @@ def bring_to(stage: Stage, state: str, *options: str) -> Serving:
             order.wait()
         stage.machine.commands.append(order)  # type: ignore[arg-type]
     if state in ("resuming", "waking"):
-        stage.machine.slow(0.5)
+        if state == "resuming":
+            stage.machine.slow(0.5)
         run.begin(id=1)
         run.until("resuming")
         if state == "resuming":
@@ -91,6 +101,25 @@ def test_kill_9_of_the_supervisor_ends_the_tree(stage: Stage, state: str) -> Non
     run.nothing_left()
 
 
+@pytest.mark.parametrize("state", ["starting", "draining", "sleeping", "waking"])
+def test_kill_9_of_the_supervisor_of_a_kept_child(stage: Stage, state: str) -> None:
+    """The next one takes it as it is, whatever the server was in the middle of. (The other states: ``test_a_kept_child_is_adopted``.)"""
+    run = bring_to(stage, state, "--keep-child", slow_s=1)
+    stage.machine.slow(0.0)
+    run.process.kill()
+    run.process.wait()
+    second = stage.run("--keep-child", fake=slow_in(state, 1))
+    assert second.complete_when_it_listens(id=1).status == 200, second.stderr
+    assert "adopted pid" in second.stderr
+    assert len(second.notes("ready")) == 1, "no other was started"
+    assert second.suspended().complete(id=2).status == 200
+    assert not second.notes("computed asleep")
+    run_tree(second)
+    second.signal(signal.SIGTERM)
+    assert second.end() == 0
+    second.nothing_left()
+
+
 def test_kill_9_of_the_keeper_ends_the_run(stage: Stage) -> None:
     run = stage.run().awake()
     keeper = next(p for p in run.tree if Path(f"/proc/{p}/comm").read_text().strip() == "gpuckpt-keeper")
@@ -103,6 +132,7 @@ def test_sigterm_while_requests_are_held(stage: Stage) -> None:
     run = bring_to(stage, "waking")
     client = run.begin(id=2)
     eventually(lambda: run.facts["requests_waiting"] >= 1, "it waits")
+    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 503], "it can serve, and is not awake"
     run.signal(signal.SIGTERM)
     answer = client.result()
     assert (answer.status, answer.error["code"]) == (503, "run-not-ready")

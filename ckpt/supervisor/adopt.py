@@ -56,6 +56,8 @@ async def find(child: int, holdings: Holdings, server: Server) -> RunState:
             return RunState.SUSPENDED
         if states <= {"running"}:
             holdings.host_bytes = 0
+            while not await server.healthy():  # it may have been starting
+                await asyncio.sleep(_POLL_S)
             return RunState.SUSPENDED if await server.asleep() else RunState.STARTING
         if time.monotonic() >= until:
             raise errors.InFlight(f"the child, pid {child}, is {' and '.join(sorted(states))}", hint="gpuckpt recover", pid=child)

@@ -12,6 +12,7 @@ import hmac
 import logging
 import math
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 
 import aiohttp
@@ -20,6 +21,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
 from gpuckpt.supervisor import paths
+from gpuckpt.supervisor.exchange import Answer, Exchange
 from gpuckpt.supervisor.held_stream import HeldStream
 from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import RunState
@@ -33,6 +35,7 @@ log = logging.getLogger("gpuckpt.gate")
 HOP_BY_HOP = frozenset(
     "connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade expect".split()
 )
+_HOP_BY_HOP_RAW = frozenset(name.encode() for name in HOP_BY_HOP)
 #: Longest wait that a client is told, in seconds: the OpenAI clients ignore a longer one.
 RETRY_AFTER_MOST_S = 120
 RETRY_AFTER_UNKNOWN_S = 10
@@ -199,13 +202,7 @@ class Gate:
         body: bytes | AsyncIterator[bytes] | None = None
         if request.body_exists:
             body = held.body if held is not None and held.body is not None else await self._body(request)
-        async with self.upstream.session.request(
-            request.method,
-            URL(self.upstream.base + target, encoded=True),
-            headers=passed_on(request.headers),
-            data=body,
-            allow_redirects=False,
-        ) as answer:
+        async with self._asked(request, target, body) as answer:
             if held is not None and held.begun:
                 return await self._fill(held, answer, request)
             nbytes = answer.content_length
@@ -227,8 +224,17 @@ class Gate:
                     request.transport.abort()  # an answer that is cut short must not look whole
             return response
 
+    def _asked(
+        self, request: web.BaseRequest, target: str, body: bytes | AsyncIterator[bytes] | None
+    ) -> AbstractAsyncContextManager[Answer]:
+        connections = self.upstream.connections
+        if connections is not None and (body is None or isinstance(body, bytes)):
+            return Exchange(connections, request.method, target, passed_on_raw(request), body)
+        url = URL(self.upstream.base + target, encoded=True)
+        return self.upstream.session.request(request.method, url, headers=passed_on(request.headers), data=body, allow_redirects=False)
+
     @staticmethod
-    async def _fill(held: HeldStream, answer: aiohttp.ClientResponse, request: web.BaseRequest) -> web.StreamResponse:
+    async def _fill(held: HeldStream, answer: Answer, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await held.fill(answer)
         except (aiohttp.ClientError, OSError) as e:
@@ -243,15 +249,31 @@ class Gate:
         if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
-        length = request.content_length
-        return await request.read() if length is not None and length <= SHORT_BYTES else request.content.iter_any()
+        length, content = request.content_length, request.content
+        if length is None or length > SHORT_BYTES:
+            return content.iter_any()
+        return content.read_nowait() if content.is_eof() else await content.read()
 
 
 def passed_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """*headers* without those that belong to one connection."""
-    named = {name.strip().lower() for value in headers.getall(hdrs.CONNECTION, ()) for name in value.split(",")}
-    drop = HOP_BY_HOP | named
+    drop = _of_the_connection(headers)
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in drop)
+
+
+def passed_on_raw(request: web.BaseRequest) -> list[tuple[bytes, bytes]]:
+    """The same of *request*, as they came, without the length of its body: whatever belongs to its connection, that is said anew."""
+    drop = _HOP_BY_HOP_RAW
+    if hdrs.CONNECTION in request.headers:
+        drop = frozenset(name.encode("utf-8", "surrogateescape") for name in _of_the_connection(request.headers) - {"host"})
+    found = [(name, value) for name, value in request.raw_headers if (low := name.lower()) not in drop and low != b"content-length"]
+    return found if hdrs.HOST in request.headers else [(b"Host", b"vllm"), *found]
+
+
+def _of_the_connection(headers: CIMultiDictProxy[str]) -> frozenset[str]:
+    if hdrs.CONNECTION not in headers:
+        return HOP_BY_HOP
+    return HOP_BY_HOP | {name.strip().lower() for value in headers.getall(hdrs.CONNECTION) for name in value.split(",")}
 
 
 def where(address: tuple[str, int]) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 
-from aiohttp import ClientResponse, hdrs, web
+from aiohttp import hdrs, web
+
+from gpuckpt.supervisor.exchange import Answer
 
 COMMENT = b": waiting for the model\n\n"
 #: A longer body is not looked into.
@@ -54,7 +56,7 @@ class HeldStream:
             await self._response.prepare(self._request)
         await self._response.write(COMMENT)
 
-    async def fill(self, answer: ClientResponse) -> web.StreamResponse:
+    async def fill(self, answer: Answer) -> web.StreamResponse:
         """Pass on what the server streams; what is no stream becomes an error event."""
         response = self.response
         if answer.status != 200 or not answer.headers.get(hdrs.CONTENT_TYPE, "").startswith("text/event-stream"):

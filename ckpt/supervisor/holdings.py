@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+from asyncio.subprocess import Process
 from collections.abc import Collection
 
 from gpuckpt import errors
@@ -12,7 +14,7 @@ from gpuckpt.keeping import RAM
 from gpuckpt.model import Report
 from gpuckpt.supervisor.budget import HINT, Budget
 from gpuckpt.supervisor.model import Server
-from gpuckpt.supervisor.operate import Worker, held_bytes
+from gpuckpt.supervisor.operate import Worker, dismiss, held_bytes, ready
 
 log = logging.getLogger("gpuckpt.run")
 
@@ -39,6 +41,7 @@ class Holdings:
         self.dropped_bytes = 0  # what the server gave up when it went to sleep, and kept nowhere
         self._needed_bytes = 0  # what the last suspend took, or would have taken
         self._worker: Worker | None = None
+        self._ready: Process | None = None  # waits for the next resume
 
     async def look(self) -> None:
         """Learn what it holds, awake."""
@@ -127,6 +130,18 @@ class Holdings:
         self._asleep(await self._run("look"))
         return await self._run("room", wait_s=wait_s, worker=worker)
 
+    async def get_ready(self) -> None:
+        """Start what the next resume will take, so that who then waits for it need not wait for that."""
+        if self._ready is None or self._ready.returncode is not None:
+            with contextlib.suppress(OSError):  # then the resume starts its own
+                self._ready = await ready()
+
+    async def close(self) -> None:
+        """Nothing is moved any more."""
+        await self.let_go()
+        if self._ready is not None:
+            await dismiss(self._ready)
+
     def interrupt(self) -> bool:
         """Have the operation under way go back. False if there is none."""
         if self._worker is None or not self._worker.busy:
@@ -168,6 +183,8 @@ class Holdings:
     ) -> Report:
         await self.let_go()
         self._worker = mine = worker or Worker()
+        if command == "resume" and self._ready is not None and self._ready.returncode is None:
+            mine.process, self._ready = self._ready, None
         try:
             return await mine.run(
                 command,

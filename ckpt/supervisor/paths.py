@@ -7,6 +7,7 @@ closed from the start. A path is judged in every reading that a server may give 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from urllib.parse import unquote
 
 #: First parts of the paths that users of a vLLM server call.
@@ -21,10 +22,13 @@ _TRICKS = re.compile(r"//|/\.\.?(/|$)|[\\\x00-\x1f\x7f;]")
 
 
 def origin_form(target: str) -> str:
-    """The path and query of a request's target; of ``http://host/path`` what follows the host."""
-    return _AUTHORITY.sub("", target, count=1) or "/"
+    """The path and query of a request's target, without a fragment; of ``http://host/path`` what follows the host."""
+    if not target.startswith("/"):
+        target = _AUTHORITY.sub("", target, count=1) or "/"
+    return target.partition("#")[0]
 
 
+@lru_cache
 def plain(path: str) -> str | None:
     """*path* (no query) as a server reads it, decoded; None where another server could read it in another way."""
     for _ in range(4):

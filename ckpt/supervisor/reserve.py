@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from gpuckpt import errors
 from gpuckpt.claims import FileClaim
+from gpuckpt.early import Start
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuProcess, Hazard, HostRoom
 from gpuckpt.supervisor.budget import HINT
@@ -27,8 +28,10 @@ class ReservingWorld(LocalWorld):
     A suspend may take no more host memory than *host_left* says; *told* is called with what it is going to take.
     """
 
-    def __init__(self, command: str, reserved: Mapping[str, int], host_left: tuple[int, str] | None, told: Callable[[int], None]) -> None:
-        super().__init__(command=command)
+    def __init__(
+        self, command: str, reserved: Mapping[str, int], host_left: tuple[int, str] | None, told: Callable[[int], None], start: Start
+    ) -> None:
+        super().__init__(command=command, start=start)
         self._reserved, self._host_left, self._told = reserved, host_left, told
         self._kept: list[int] = []
 

@@ -24,7 +24,6 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from gpuckpt import errors
@@ -35,6 +34,7 @@ from gpuckpt.supervisor.child import Child
 from gpuckpt.supervisor.holdings import Holdings
 from gpuckpt.supervisor.keeper import DEATH_S
 from gpuckpt.supervisor.model import Policy, RunState, Server
+from gpuckpt.supervisor.order import Order
 from gpuckpt.supervisor.probe import Probe
 from gpuckpt.supervisor.rehearsal import Rehearsal
 from gpuckpt.supervisor.room import Finder, nothing_to_ask
@@ -52,15 +52,6 @@ DYING_S = 0.1
 HEALTHY_AGAIN_S = 60.0
 
 
-@dataclass(eq=False)
-class _Order:
-    kind: str
-    reason: str
-    drain_s: float
-    asked: float = field(default_factory=time.monotonic)
-    done: asyncio.Future[Report] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-
 class Run:
     """One supervised child. ``changed`` is called after each change of state."""
 
@@ -75,8 +66,8 @@ class Run:
         self.lost: asyncio.Future[GpuckptError] = asyncio.get_running_loop().create_future()
         self.changed: list[Callable[[RunState], None]] = []
         self.finished: list[Callable[[str, str, Report | GpuckptError, float], None]] = []  # command, reason, outcome, seconds
-        self._orders: asyncio.Queue[_Order] = asyncio.Queue()
-        self._last: _Order | None = None
+        self._orders: asyncio.Queue[Order] = asyncio.Queue()
+        self._last: Order | None = None
         self._current: asyncio.Task[Report] | None = None
         self.holdings = Holdings(child.pid, timeout_s=policy.timeout_s, accept=policy.accept, keep_in=policy.keep_in)
         self.holds: dict[object, str] = {}  # who keeps it from its GPUs, in words: until they let go it is not resumed
@@ -162,6 +153,7 @@ class Run:
         for task in doomed:
             task.cancel()
         await asyncio.gather(*doomed, return_exceptions=True)
+        await self.holdings.close()
 
     async def _order(self, kind: str, reason: str, drain_s: float) -> Report:
         last = self._last
@@ -169,8 +161,8 @@ class Run:
             return await asyncio.shield(last.done)
         return await asyncio.shield(self._enqueue(kind, reason, drain_s).done)
 
-    def _enqueue(self, kind: str, reason: str, drain_s: float) -> _Order:
-        self._last = _Order(kind, reason, drain_s)
+    def _enqueue(self, kind: str, reason: str, drain_s: float) -> Order:
+        self._last = Order(kind, reason, drain_s)
         self._orders.put_nowait(self._last)
         return self._last
 
@@ -186,7 +178,7 @@ class Run:
             task, self._current = self._current, None
             error = errors.RunNotReady("the run is being stopped") if task.cancelled() else task.exception()
             if error is None:
-                report = task.result()
+                report = order.told(task.result())
                 if not report.already:
                     self._tell(order, report, begun)
                 if not order.done.done():
@@ -203,7 +195,7 @@ class Run:
             if isinstance(error, _NOT_BEGUN) and self.traffic.waiting and not self.over:
                 self.want_awake()  # for somebody who came as it was given up
 
-    async def _suspend(self, order: _Order) -> Report:
+    async def _suspend(self, order: Order) -> Report:
         if self.state is RunState.SUSPENDED and self.holdings.down:
             return Report("suspend", True, False, already=True)
         if self.state not in (RunState.AWAKE, RunState.SUSPENDED):
@@ -213,10 +205,12 @@ class Run:
         slept = self.state is RunState.SUSPENDED  # the last suspend failed, and there was no room for it to wake up
         try:
             if not slept:
-                await self._drain(order)
+                with order.step("drain"):
+                    await self._drain(order)
                 self._enter(RunState.SUSPENDING)
                 slept = True
-                await self.holdings.sleep(self.server)
+                with order.step("sleep"):
+                    await self.holdings.sleep(self.server)
             report = await self.holdings.suspend()
         except errors.RunNotReady:
             raise
@@ -231,9 +225,10 @@ class Run:
         self._enter(RunState.SUSPENDED)
         if self.traffic.waiting:
             self.want_awake()
+        await self.holdings.get_ready()
         return report
 
-    async def _drain(self, order: _Order) -> None:
+    async def _drain(self, order: Order) -> None:
         """Return with the door closed and nobody inside. What will be refused in any case is refused while requests still run: the
         server is not put to sleep for nothing, which would cost it its cache."""
         begun = time.monotonic()
@@ -272,7 +267,7 @@ class Run:
         else:
             self._awake()
 
-    async def _resume(self, order: _Order) -> Report:
+    async def _resume(self, order: Order) -> Report:
         if self.state is RunState.AWAKE:
             return Report("resume", True, False, already=True)
         if self.state not in (RunState.SUSPENDED, RunState.FAILED):
@@ -286,9 +281,11 @@ class Run:
             async with finder:
                 bring = self.holdings.resume if self.holdings.down else self.holdings.room
                 report = await bring(self.traffic.hold_s, finder.worker)
-            await self._woken()
+            with order.step("wake"):
+                await self._woken()
             if self.policy.probe and self.probe is not None:
-                await self.probe.check()
+                with order.step("probe"):
+                    await self.probe.check()
         except (errors.Interrupted, errors.Leased):
             if finder.waits:
                 words = f"{finder.waits}, until nobody wanted it awake any more; it stays suspended, intact"
@@ -311,7 +308,7 @@ class Run:
         self._awake()
         return report
 
-    def unwanted(self, order: _Order) -> str:
+    def unwanted(self, order: Order) -> str:
         """Why a resume that has not begun to restore should not; "" if it should."""
         if self.holds:
             return f"its GPUs are held: {next(iter(self.holds.values()))}"
@@ -350,7 +347,7 @@ class Run:
         for tell in self.changed:
             tell(state)
 
-    def _tell(self, order: _Order, outcome: Report | GpuckptError, begun: float) -> None:
+    def _tell(self, order: Order, outcome: Report | GpuckptError, begun: float) -> None:
         for tell in self.finished:
             tell(order.kind, order.reason, outcome, time.monotonic() - begun)
 

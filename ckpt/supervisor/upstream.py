@@ -13,8 +13,10 @@ from typing import Any
 
 import aiohttp
 from aiohttp.client_exceptions import UnixClientConnectorError
+from aiohttp.client_proto import ResponseHandler
 
 from gpuckpt import errors
+from gpuckpt.supervisor.exchange import Connections
 
 #: How many connections are being made at once. A server's backlog may be short; the rest wait here, in their order.
 CONNECTING = 16
@@ -37,11 +39,15 @@ class Connector(aiohttp.UnixConnector):
 
     async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> Any:  # noqa: ARG002
         try:
-            async with self._turn:
-                sock = await self._connect()
-                _, protocol = await self._loop.create_unix_connection(self._factory, sock=sock)
+            return await self.dial()
         except OSError as e:
             raise UnixClientConnectorError(self.path, req.connection_key, e) from e
+
+    async def dial(self) -> ResponseHandler:
+        """A connection of its own. Raises ``OSError``."""
+        async with self._turn:
+            sock = await self._connect()
+            _, protocol = await self._loop.create_unix_connection(self._factory, sock=sock)
         return protocol
 
     async def _connect(self) -> socket.socket:
@@ -79,6 +85,7 @@ class Upstream:
         self.base = base.rstrip("/")
         self.health = health
         self.key = key
+        self.connections = Connections(connector.dial, KEEP_S) if isinstance(connector, Connector) else None
         self.session = aiohttp.ClientSession(
             connector=connector,
             auto_decompress=False,
@@ -90,6 +97,8 @@ class Upstream:
         )
 
     async def close(self) -> None:
+        if self.connections is not None:
+            self.connections.close()
         await self.session.close()
 
     async def call(self, method: str, path: str, *, within_s: float, body: object = None) -> tuple[int, bytes]:
