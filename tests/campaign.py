@@ -69,7 +69,7 @@ UNAVOIDABLE = {
 #: Why a process may be left where it is, named, when all else is over.
 HELD_WHY = {
     "agent lost": "its program stands at its safe point, and nobody else can tell it to go on; on the GPU all is as it was",
-    "store lost": "a host that cannot ask the others leaves its part as it is; the same command on all hosts, with a new store too, brings it back",
+    "store lost": "a host that cannot ask the others leaves its part as it is; the same command on all brings it back, by a new store too",
 }
 #: How long into a call something happens to it, in seconds: into a quick one (a lock), and into a slow one (a checkpoint).
 INTO_S = (0.005, 0.5)

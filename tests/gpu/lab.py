@@ -27,6 +27,7 @@ else:
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
 HERE = Path(__file__).parent
+MARK = os.environ.setdefault("GPUCKPT_LAB", str(os.getpid()))  # what this script starts has it in its environment
 OUT = Path(os.environ.get("OUT", HERE.parent.parent / "benchmarks" / "results"))
 
 
@@ -125,6 +126,47 @@ class Results:
         sys.exit(1 if failed or not self.document["checks"] else 0)
 
 
+class Budget:
+    """Seconds that a script may take: ``LIMIT_S``, or what it says itself. Another round is begun only if one as long as the longest fits."""
+
+    def __init__(self, default_s: float, rest_s: float = 15.0) -> None:
+        """*rest_s*: what the end of the script takes."""
+        self.until = time.monotonic() + float(os.environ.get("LIMIT_S", default_s)) - rest_s
+        self._longest_s = 0.0
+
+    def left_s(self) -> float:
+        return self.until - time.monotonic()
+
+    def took(self, seconds: float) -> None:
+        self._longest_s = max(self._longest_s, seconds)
+
+    def another(self, at_least_s: float = 0.0) -> bool:
+        return self.left_s() > max(at_least_s, self._longest_s)
+
+
+DRIVER_CALLS = """
+import json, sys, time
+from cuda.bindings import driver as cu
+pid, found = int(sys.argv[1]), []
+for name in sys.argv[2:]:
+    arguments = {"Lock": [cu.CUcheckpointLockArgs()], "Checkpoint": [None], "Restore": [None], "Unlock": [None]}.get(name, [])
+    if name == "Lock":
+        arguments[0].timeoutMs = 10000
+    begun = time.perf_counter()
+    r = getattr(cu, "cuCheckpointProcess" + name)(pid, *arguments)
+    found.append([name, r[0].name, str(r[1]) if len(r) > 1 else None, time.perf_counter() - begun])
+print(json.dumps(found))
+"""
+
+
+def calls(pid: int, names: tuple[str, ...]) -> list[list[Any]]:
+    """The driver's own calls, in one process, as NVIDIA's cuda-checkpoint makes them: [call, result, value, seconds] each."""
+    if SIMULATED:
+        return lab_simulated.calls(pid, names)
+    p = subprocess.run([sys.executable, "-c", DRIVER_CALLS, str(pid), *names], capture_output=True, text=True, timeout=300, check=True)
+    return json.loads(p.stdout)
+
+
 def gpuckpt(*args: object, timeout: float = 300) -> tuple[int, dict[str, Any], float]:
     """Exit code, JSON document and wall seconds of one command."""
     begun = time.perf_counter()
@@ -195,6 +237,19 @@ class Target:
         wait_for(lambda: not psutil.pid_exists(self.pid) or psutil.Process(self.pid).status() == "zombie", 20)
         self.p.stdin.close()  # type: ignore[union-attr]
         self.p.wait(20)
+
+
+def callers(call: str = "") -> list[psutil.Process]:
+    """The processes in which commands of this script make driver calls: all, or those of one *call*. Nobody else's: they may be killed."""
+    names = {f"gpuckpt-{c}"[:15] for c in ([call] if call else ("lock", "checkpoint", "restore", "unlock", "store", "drop", "load"))}
+    return [p for p in psutil.process_iter(["name"]) if p.info["name"] in names and _ours(p)]
+
+
+def _ours(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("GPUCKPT_LAB") == MARK
+    except psutil.Error:
+        return False
 
 
 def wait_for(condition: Any, seconds: float) -> bool:
