@@ -84,7 +84,7 @@ def test_a_job_of_eight_ranks_and_back(machine4: Machine) -> None:
 
 
 def test_one_rank_alone_is_refused(machine4: Machine) -> None:
-    """NVIDIA/cuda-checkpoint#47: one of two ranks was checkpointed alone and could not be restored."""
+    """Case 43, NVIDIA/cuda-checkpoint#47: one of two ranks was checkpointed alone and could not be restored."""
     ranks = job(machine4)
     result = machine4.gpuckpt("suspend", "--no-tree", ranks[1].pid)
     assert (result.code, result.error["code"]) == (6, "nccl-communicator")
