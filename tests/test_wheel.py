@@ -44,7 +44,7 @@ def test_a_wheel_has_the_package_and_nothing_else(tree: Path) -> None:
     names = _names(_build("wheel", tree))
     metadata = next(n.split("/")[0] for n in names if n.endswith(".dist-info/METADATA"))
     package = {n for n in names if not n.startswith(f"{metadata}/")}
-    assert package == {"gpuckpt/py.typed", PRELOAD, *_modules()}
+    assert package == {"gpuckpt/py.typed", "gpuckpt/failures.md", PRELOAD, *_modules()}
     assert {n.rpartition("/")[0] for n in package} == PACKAGES
     rest = {n.removeprefix(f"{metadata}/") for n in names - package}
     assert rest == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
