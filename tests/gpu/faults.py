@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from lab import HERE, OUT, Budget, Results, Target, callers, calls, free_mib, gpuckpt, state, used_mib, wait_for
+from lab import HERE, Results, Rounds, Target, callers, calls, free_mib, gpuckpt, limit, state, used_mib, wait_for
 
 from gpuckpt.image import preload
 
@@ -196,10 +196,9 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 gib = float(sys.argv[1]) if len(sys.argv) > 1 else 2.0
-budget = Budget(600)
-r = Results("faults_gpu")
-earlier = json.loads((OUT / "faults_gpu.json").read_text())["cases"] if (OUT / "faults_gpu.json").exists() else []
-rows: list[dict[str, Any]] = earlier
+r, rounds = Results("faults_gpu"), Rounds()
+limit(r, 600)
+rows = r.earlier("cases")
 done = {x["name"] for x in rows}
 empty = used_mib()
 target: Target | None = None
@@ -207,7 +206,7 @@ kind = ""
 for case in cases():
     if case.name in done:
         continue
-    if not budget.another():
+    if not rounds.another():
         break
     wanted = "managed" if case.fault == "a call fails" and case.step == "checkpoint" else "work"
     if target is None or kind != wanted:
@@ -222,7 +221,7 @@ for case in cases():
     row = {"name": case.name, "command": case.command, "step": case.step, "fault": case.fault, "moment": case.moment, **row}
     rows.append({**row, "seconds": round(time.monotonic() - begun, 1)})
     r.note("cases", rows)
-    budget.took(time.monotonic() - begun)
+    rounds.took(time.monotonic() - begun)
     print(json.dumps(rows[-1], default=str), flush=True)
     if row["end"] not in ("as found", "suspended", "running"):
         target.end()

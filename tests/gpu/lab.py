@@ -103,6 +103,13 @@ class Results:
         self.name = name
         self.document: dict[str, Any] = {"name": name, "machine": machine(), "checks": {}}
 
+    def earlier(self, key: str) -> list[dict[str, Any]]:
+        """The rows that an earlier run on a machine of this kind left in the result file: a short loan goes on where the last one ended."""
+        path = OUT / f"{self.name}.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        same = all(before.get("machine", {}).get(k) == self.document["machine"].get(k) for k in ("gpu", "driver", "thp", "simulated"))
+        return list(before.get(key, [])) if same else []
+
     def check(self, what: str, ok: bool, seen: object = None) -> bool:
         """Whether *ok*. What failed once stays failed; what is asked again and holds is not said again."""
         checks = self.document["checks"]
@@ -126,22 +133,17 @@ class Results:
         sys.exit(1 if failed or not self.document["checks"] else 0)
 
 
-class Budget:
-    """Seconds that a script may take: ``LIMIT_S``, or what it says itself. Another round is begun only if one as long as the longest fits."""
+class Rounds:
+    """Whether there is time for another round: one as long as the longest so far, and *rest_s* for the end of the script."""
 
-    def __init__(self, default_s: float, rest_s: float = 15.0) -> None:
-        """*rest_s*: what the end of the script takes."""
-        self.until = time.monotonic() + float(os.environ.get("LIMIT_S", default_s)) - rest_s
-        self._longest_s = 0.0
-
-    def left_s(self) -> float:
-        return self.until - time.monotonic()
+    def __init__(self, rest_s: float = 15.0) -> None:
+        self._rest_s, self._longest_s = rest_s, 0.0
 
     def took(self, seconds: float) -> None:
         self._longest_s = max(self._longest_s, seconds)
 
     def another(self, at_least_s: float = 0.0) -> bool:
-        return self.left_s() > max(at_least_s, self._longest_s)
+        return left_s() - self._rest_s > max(at_least_s, self._longest_s)
 
 
 DRIVER_CALLS = """
@@ -275,11 +277,26 @@ def state(pid: int) -> str:
         return "HUNG"
 
 
+#: Two-sided 95 % of Student's t, by degrees of freedom.
+_T = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13]
+
+
+def fit(xs: list[float], ys: list[float]) -> dict[str, float] | None:
+    """The least squares line: fixed + slope x, each with its 95 % half-width. None where there are no three points to judge by."""
+    n = len(xs)
+    if n < 3 or len(set(xs)) < 2:
+        return None
+    mean_x, mean_y = sum(xs) / n, sum(ys) / n
+    sxx = sum((x - mean_x) ** 2 for x in xs)
+    b = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sxx
+    rest = sum((y - mean_y - b * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True)) / (n - 2)
+    t = _T[n - 3] if n - 3 < len(_T) else 2.0
+    fixed_pm = t * (rest * (1 / n + mean_x**2 / sxx)) ** 0.5
+    found = {"fixed": mean_y - b * mean_x, "fixed_plus_minus": fixed_pm, "slope": b, "slope_plus_minus": t * (rest / sxx) ** 0.5}
+    return {**{k: round(v, 5) for k, v in found.items()}, "points": n}
+
+
 def slope(values: list[float]) -> dict[str, float]:
     """Least squares slope per step and its 95 % half-width."""
-    n = len(values)
-    mean_x, mean_y = (n - 1) / 2, sum(values) / n
-    sxx = sum((i - mean_x) ** 2 for i in range(n))
-    b = sum((i - mean_x) * (v - mean_y) for i, v in enumerate(values)) / sxx
-    rest = sum((v - mean_y - b * (i - mean_x)) ** 2 for i, v in enumerate(values))
-    return {"per_step": round(b, 4), "plus_minus": round(2.1 * (rest / max(1, n - 2) / sxx) ** 0.5, 4)}
+    found = fit([float(i) for i in range(len(values))], values) or {"slope": 0.0, "slope_plus_minus": float("inf")}
+    return {"per_step": round(found["slope"], 4), "plus_minus": round(found["slope_plus_minus"], 4)}

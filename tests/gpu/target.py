@@ -20,6 +20,16 @@ while left > 0:
     chunks.append(torch.randint(0, 2**31 - 1, (n,), device="cuda", dtype=torch.int32, generator=generator))
     left -= n
 graphs, outputs, streams, keep = [], [], [torch.cuda.Stream() for _ in range(4)], []
+if mode.startswith("graphs="):  # so many, of ten nodes each
+    y = torch.randn(1024, device="cuda", generator=generator)
+    for _ in range(int(mode.partition("=")[2])):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+            z = y
+            for _ in range(10):
+                z = torch.sin(z)
+        graphs.append(graph)
+        outputs.append(z)
 if mode in ("full", "graphs"):
     x = torch.randn(64, 1024, device="cuda", generator=generator)
     ws = [torch.randn(1024, 1024, device="cuda", generator=generator) / 32 for _ in range(32)]
@@ -64,7 +74,7 @@ def check() -> dict[str, object]:
         graph.replay()
         torch.cuda.synchronize()
         replay = (replay * 31 + int(y.view(torch.int32).to(torch.int64).sum().item())) % (1 << 61)
-    if graphs:
+    if graphs and keep:
         replay = (replay + int(keep[0].sum().item()) + int(keep[0].cuda().sum().item())) % (1 << 61)
     return {"pid": os.getpid(), "sum": total, "replay": replay}
 
