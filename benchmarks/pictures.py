@@ -1,6 +1,7 @@
 """Draws docs/img/: pictures from benchmarks/results/, and one of a real run of the command line on simulated GPUs.
 
-usage: pictures.py             timeline.svg and memory.svg from cycles.json, rendezvous.svg and preload.svg from files of their names
+usage: pictures.py             timeline.svg and memory.svg from cycles.json; rendezvous.svg, preload.svg, growth.svg and comparison.svg from the results
+                               of their names where there are some; and architecture.svg
        pictures.py --check     exit 1 if they are not what the result file says
        pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
 """
@@ -14,36 +15,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from architecture import architecture
+from charts import comparison, growth
+from drawing import box, svg, text
+
 ROOT = Path(__file__).parent.parent
 IMG = ROOT / "docs" / "img"
-# One ink for either ground, and a second for what moves: they read on white and on GitHub's dark.
-STYLE = """<style>
-text { font: 13px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f }
-.small { font-size: 11.5px; fill: #57606a } .title { font-weight: 600 } .end { text-anchor: end } .middle { text-anchor: middle }
-.axis { stroke: #8c959f; stroke-width: 1 } .grid { stroke: #8c959f; stroke-opacity: .25 }
-.driver { fill: #2f81f7 } .a { fill: #d29922 } .b { fill: #3fb950 } .c { fill: #a371f7 } .d { fill: #8c959f }
-.gpu { stroke: #2f81f7; fill: none; stroke-width: 2 } .host { stroke: #d29922; fill: none; stroke-width: 2 }
-.zoom { fill: #8c959f; fill-opacity: .15 }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9da7b3 } }
-</style>"""
-
-
-def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
-    return "\n".join([head, f"<title>{title}</title>", STYLE, *parts, "</svg>", ""])
-
-
-def text(x: float, y: float, words: str, css: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}"{f" class={chr(34)}{css}{chr(34)}" if css else ""}>{words}</text>'
-
-
-def box(x: float, y: float, width: float, height: float, css: str, words: str = "") -> str:
-    hover = f"<title>{words}</title>" if words else ""
-    return f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.6):.2f}" height="{height}" class="{css}">{hover}</rect>'
 
 
 def timeline(document: dict[str, Any]) -> str:
@@ -263,19 +244,31 @@ def run() -> str:
     return re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # no font is fetched from anywhere
 
 
+def drawings() -> dict[str, str]:
+    """Every picture that is drawn from what is in this tree."""
+    found = {"architecture.svg": architecture()}
+    for name, draw, result in (
+        ("timeline.svg", timeline, "cycles"),
+        ("memory.svg", memory, "cycles"),
+        ("rendezvous.svg", rendezvous, "rendezvous"),
+        ("preload.svg", preload, "preload"),
+        ("growth.svg", growth, "growth"),
+        ("comparison.svg", comparison, "comparison"),
+    ):
+        path = ROOT / f"benchmarks/results/{result}.json"
+        if path.exists():
+            found[name] = draw(json.loads(path.read_text()))
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     IMG.mkdir(parents=True, exist_ok=True)
     if "run" in arguments:
         (IMG / "run.svg").write_text(run(), encoding="utf-8")
         return 0
     stale = []
-    for name, draw, result in (
-        ("timeline.svg", timeline, "cycles"),
-        ("memory.svg", memory, "cycles"),
-        ("rendezvous.svg", rendezvous, "rendezvous"),
-        ("preload.svg", preload, "preload"),
-    ):
-        path, drawn = IMG / name, draw(json.loads((ROOT / f"benchmarks/results/{result}.json").read_text()))
+    for name, drawn in drawings().items():
+        path = IMG / name
         if not path.exists() or path.read_text(encoding="utf-8") != drawn:
             stale.append(name)
             if "--check" not in arguments:

@@ -254,6 +254,30 @@ def _ours(process: psutil.Process) -> bool:
         return False
 
 
+FILLER = """
+import ctypes, sys
+l = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); free = ctypes.c_size_t(); total = ctypes.c_size_t(); p = ctypes.c_void_p()
+assert l.cuInit(0) == 0 and l.cuDevicePrimaryCtxRetain(ctypes.byref(c), int(sys.argv[1])) == 0 and l.cuCtxSetCurrent(c) == 0
+assert l.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+n = free.value - (512 << 20)
+assert l.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(n)) == 0
+assert l.cuMemsetD32_v2(p, 0xDEADBEEF, ctypes.c_size_t(n // 4)) == 0 and l.cuCtxSynchronize() == 0
+print(n >> 20)
+"""
+
+
+def fill(index: int = 0) -> int:
+    """Another process takes all but 512 MiB of a GPU, writes to all of it, and ends. Returns its MiB."""
+    if SIMULATED:
+        free = free_mib(index)
+        other = Target((free - 700) / 1024, "plain", index)
+        taken = free - free_mib(index)
+        other.end()
+        return taken
+    done = subprocess.run([sys.executable, "-c", FILLER, str(index)], capture_output=True, text=True, timeout=60, check=True)
+    return int(done.stdout)
+
+
 def wait_for(condition: Any, seconds: float) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
