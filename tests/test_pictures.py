@@ -21,8 +21,10 @@ assert list(ticks(8.6)) == [0, 5, 10, 15, 20] and ticks(0.019)[-1] == 0.02, tick
 
 
 def test_growth_and_comparison() -> None:
-    drawn = subprocess.run([sys.executable, "-B", "-c", DRAW], cwd=BENCHMARKS, capture_output=True, text=True, check=True).stdout.splitlines()
-    growth, comparison = (ET.fromstring(words) for words in drawn)  # noqa: S314 - ours
+    drawn = subprocess.run(
+        [sys.executable, "-B", "-c", DRAW], cwd=BENCHMARKS, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    growth, comparison = (ET.fromstring(words) for words in drawn)
     words = ["".join(picture.itertext()) for picture in (growth, comparison)]
     assert "not measured" in words[0]  # of processes there is no row
     assert "suspend 90.6: 1.20 s" in words[0]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -72,6 +74,35 @@ def test_a_wheel_built_from_the_sdist_is_the_same(tree: Path, tmp_path: Path) ->
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert _names(_build("wheel", unpacked)) == _names(_build("wheel", tree))
+
+
+def test_the_pythons_that_it_says() -> None:
+    """Only one is here. Of the others: what was taken out of their standard library is not imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = {c.rpartition(" ")[2] for c in project["classifiers"] if c.startswith("Programming Language :: Python :: ")}
+    assert (project["requires-python"], versions) == (">=3.11", {"3.11", "3.12", "3.13"})
+    gone = {
+        "asynchat",
+        "asyncore",
+        "cgi",
+        "cgitb",
+        "crypt",
+        "distutils",
+        "imghdr",
+        "imp",
+        "nntplib",
+        "pipes",
+        "smtpd",
+        "spwd",
+        "telnetlib",
+        "uu",
+    }
+    for part in SOURCES:
+        for path in (ROOT / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 11))):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not {n.partition(".")[0] for n in names} & gone, path
 
 
 def _build(kind: str, tree: Path) -> Path:
