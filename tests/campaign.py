@@ -7,9 +7,10 @@ What must hold is what ``test_properties.check`` holds every schedule against; t
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
@@ -43,8 +44,23 @@ FAULTS = {
 }
 #: All steps, in their order.
 ORDER = (
-    *("meet", "inspect", "room", "load", "quiesce", "comms", "disarm", "lock", "re-inspect", "checkpoint", "verify", "store", "drop"),
-    *("restore", "unlock", "arm", "comms-resume", "unquiesce", "end"),
+    *(
+        "meet",
+        "inspect",
+        "room",
+        "load",
+        "quiesce",
+        "offload",
+        "comms",
+        "disarm",
+        "lock",
+        "re-inspect",
+        "checkpoint",
+        "verify",
+        "store",
+        "drop",
+    ),
+    *("restore", "unlock", "arm", "comms-resume", "onload", "unquiesce", "end"),
 )
 #: What a step is, where the word does not say it.
 STEPS = {
@@ -85,19 +101,6 @@ class Way:
     steps: tuple[Step, ...]
     wanted: str
     since: str = ""
-
-
-WAYS = (
-    Way("suspend", (SUSPEND,), SUSPENDED),
-    Way("resume", (SUSPEND, Step("resume")), RUNNING),
-    Way("a suspend's way back", (Step("suspend", faults=(Fault(9, result="OPERATING_SYSTEM"),)),), AS_FOUND, since="restore"),
-    Way(
-        "recover after a suspend",
-        (Step("suspend", events=(Event(0, "crash", after_s=1.5),), faults=(Fault(9, 2.0, "OPERATING_SYSTEM"),)), Step("recover")),
-        AS_FOUND,
-    ),
-    Way("recover after a resume", (Step("suspend"), Step("resume", events=(Event(0, "crash", after_s=0.5),)), Step("recover")), RUNNING),
-)
 
 
 @dataclass(frozen=True)
@@ -359,3 +362,25 @@ def judged(way: Way, player: Disturbed, named: dict[int, str], step: str, fault:
         return AS_FOUND
     assert set(states.values()) <= {State.CHECKPOINTED, State.RUNNING}, where
     return RUNNING if State.RUNNING in states.values() else SUSPENDED
+
+
+def _ways() -> tuple[Way, ...]:
+    points: list[Moment] = []
+    plain = Way("suspend", (SUSPEND,), SUSPENDED)
+    with listening(), redirect_stdout(io.StringIO()):
+        play(plain, SUSPEND, lambda player, _: points.extend(player.points))
+    last_checkpoint = next(n for n in reversed(range(points[-1].calls)) if step_of(n, points) == Call.CHECKPOINT)
+    fails = Fault(last_checkpoint, result="OPERATING_SYSTEM")
+    cut_off = Step("suspend", events=(Event(0, "crash", after_s=1.5),), faults=(dataclasses.replace(fails, seconds=2.0),))
+    return (
+        plain,
+        Way("resume", (SUSPEND, Step("resume")), RUNNING),
+        Way("a suspend's way back", (Step("suspend", faults=(fails,)),), AS_FOUND, since="restore"),
+        Way("recover after a suspend", (cut_off, Step("recover")), AS_FOUND),
+        Way(
+            "recover after a resume", (Step("suspend"), Step("resume", events=(Event(0, "crash", after_s=0.5),)), Step("recover")), RUNNING
+        ),
+    )
+
+
+WAYS = _ways()
