@@ -1,8 +1,8 @@
 """Draws docs/img/: pictures from benchmarks/results/, and one of a real run of the command line on simulated GPUs.
 
-usage: pictures.py             timeline.svg and memory.svg from cycles.json, rendezvous.svg and preload.svg from files of their names,
-                               ranks.svg from vllm_tp2.json, once that has the seconds of each rank
-                               two_models.svg from run_two_models.json; each once there is such a file
+usage: pictures.py             timeline.svg and memory.svg from cycles.json; ranks.svg from vllm_tp2.json once that has the seconds of each
+                               rank; rendezvous.svg, preload.svg, growth.svg, comparison.svg and two_models.svg (run_two_models.json) from the
+                               results of their names where there are some; and architecture.svg
        pictures.py --check     exit 1 if they are not what the result file says
        pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
 """
@@ -16,36 +16,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from architecture import architecture
+from charts import comparison, growth, two_models
+from drawing import box, svg, text
+from ranks import has_ranks, ranks
+
 ROOT = Path(__file__).parent.parent
 IMG = ROOT / "docs" / "img"
-# One ink for either ground, and a second for what moves: they read on white and on GitHub's dark.
-STYLE = """<style>
-text { font: 13px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f }
-.small { font-size: 11.5px; fill: #57606a } .title { font-weight: 600 } .end { text-anchor: end } .middle { text-anchor: middle }
-.axis { stroke: #8c959f; stroke-width: 1 } .grid { stroke: #8c959f; stroke-opacity: .25 }
-.driver { fill: #2f81f7 } .a { fill: #d29922 } .b { fill: #3fb950 } .c { fill: #a371f7 } .d { fill: #8c959f }
-.gpu { stroke: #2f81f7; fill: none; stroke-width: 2 } .host { stroke: #d29922; fill: none; stroke-width: 2 }
-.zoom { fill: #8c959f; fill-opacity: .15 }
-@media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .small { fill: #9da7b3 } }
-</style>"""
-
-
-def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
-    return "\n".join([head, f"<title>{title}</title>", STYLE, *parts, "</svg>", ""])
-
-
-def text(x: float, y: float, words: str, css: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}"{f" class={chr(34)}{css}{chr(34)}" if css else ""}>{words}</text>'
-
-
-def box(x: float, y: float, width: float, height: float, css: str, words: str = "") -> str:
-    hover = f"<title>{words}</title>" if words else ""
-    return f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.6):.2f}" height="{height}" class="{css}">{hover}</rect>'
 
 
 def timeline(document: dict[str, Any]) -> str:
@@ -216,103 +197,6 @@ def rendezvous(document: dict[str, Any]) -> str:
     return svg(680, 246, "Store operations of one suspend, by hosts", parts)
 
 
-#: A colour for each step of a suspend or a resume; those of the driver that take long have one of their own.
-COLOURS = {"quiesce": "c", "unquiesce": "c", "comms": "a", "comms-resume": "a", "offload": "b", "onload": "b", "disarm": "c", "arm": "c"}
-LONG = ("checkpoint", "restore")
-
-
-def has_ranks(document: dict[str, Any]) -> bool:
-    """Whether a cycle that came back tells how long each step took on each rank."""
-    return bool(_with_ranks(document))
-
-
-def ranks(document: dict[str, Any]) -> str:
-    """A suspend and a resume, rank by rank: each step begins on all when it has ended on all. Below, enlarged, all but the driver's copy."""
-    runs = sorted(_with_ranks(document), key=lambda r: r["suspend_wall_s"])
-    run = runs[len(runs) // 2]
-    left, right, y, parts = 96, 700, 20, []
-    longest = max(sum(run["down"].values()), sum(run["up"].values()))
-    for command, steps, by_rank in (("suspend", run["down"], run["down_by_rank"]), ("resume", run["up"], run["up_by_rank"])):
-        count = max(len(seconds) for seconds in by_rank.values())
-        parts += [text(left, y, f"{command}, {sum(steps.values()):.2f} s", "title")]
-        parts += _lanes(steps, by_rank, count, left, y + 8, (right - left) / longest)
-        y += 8 + 18 * (count + 1) + 22
-        short = {name: s for name, s in steps.items() if name not in LONG}
-        long = ", ".join(name for name in steps if name in LONG)
-        words = " · ".join(f"{name} {s * 1000:.0f}" for name, s in short.items() if s >= 0.001)
-        parts += [text(left, y, f"without {long}, enlarged; ms: {words}", "small")]
-        parts += _lanes(short, by_rank, count, left, y + 8, (right - left) / sum(short.values()))
-        y += 8 + 18 * (count + 1) + 26
-    m = document["machine"]
-    from_what = f"vllm serve -tp {count}, {run['running_mib'][0] / 1024:.1f} GiB a rank, the middle one of {len(runs)} cycles"
-    parts += [text(left, y - 4, f"{from_what} · {m['gpu']}, driver {m['driver']}", "small")]
-    return svg(780, y + 10, "The steps of a suspend and a resume, by rank", parts)
-
-
-def _with_ranks(document: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        r for r in document.get("cycles", ()) if r.get("resume") == 0 and any(r.get("down_by_rank", {}).values()) and r.get("up_by_rank")
-    ]
-
-
-def _lanes(steps: dict[str, float], by_rank: dict[str, list[float]], count: int, left: float, y: float, scale: float) -> list[str]:
-    """A lane for gpuckpt's own steps and one for each rank, one step after the other."""
-    parts, x = [text(left - 10, y + 12, "gpuckpt", "small end")], left
-    parts += [text(left - 10, y + 12 + 18 * (n + 1), f"rank {n}", "small end") for n in range(count)]
-    for name, seconds in steps.items():
-        parts += [f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 18 * (count + 1)}"/>']
-        if not by_rank.get(name):
-            parts += [box(x, y, seconds * scale, 14, "d", f"{name}: {seconds * 1000:.0f} ms")]
-        for n, own in enumerate(by_rank.get(name, ())):
-            css = "driver" if name in (*LONG, "lock", "unlock") else COLOURS.get(name, "d")
-            parts += [box(x, y + 18 * (n + 1), own * scale, 14, css, f"rank {n}, {name}: {own * 1000:.1f} ms")]
-            if own * scale > 9 * len(name):
-                parts += [f'<text x="{x + 6:.1f}" y="{y + 18 * (n + 1) + 11}" style="fill:#fff;font-size:11px">{name}</text>']
-        x += seconds * scale
-    return parts
-
-
-def two_models(document: dict[str, Any]) -> str:
-    """GPU memory over time while two runs share one GPU, and who was asked when: from the moment at which both were up."""
-    begun = next(s for s, words in document["events"] if words == "ask a") - 2
-    points = [(max(0.0, s - begun), mib / 1024) for s, mib in document["gpu_mib_over_time"] if s >= begun - 10]
-    last = points[-1][0]
-    events = [(s - begun, words) for s, words in document["events"] if begun <= s <= begun + last]
-    card = document["checks"]["together they are more than the card"]["seen"]
-    left, right, top, bottom = 52, 760, 58, 228
-    most = card["card"] / 1024
-
-    def x(seconds: float) -> float:
-        return left + seconds / last * (right - left)
-
-    def y(gib: float) -> float:
-        return bottom - gib / most * (bottom - top)
-
-    parts = []
-    for tick in range(0, int(most) + 1, 20):
-        parts += [f'<line class="grid" x1="{left}" x2="{right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>']
-        parts += [text(left - 8, y(tick) + 4, f"{tick}", "small end")]
-    parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{y(most):.1f}" y2="{y(most):.1f}" stroke-dasharray="4 3"/>']
-    parts += [text(right, y(most) - 5, f"the card: {most:.0f} GiB", "small end")]
-    free = float(left)  # where the next label may begin
-    for seconds, words in events:
-        at, short = x(seconds), words.removeprefix("ask ").split(" for ")[0]
-        line = f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{bottom}">'
-        parts += [f"{line}<title>{seconds:.1f} s: {words}</title></line>"]
-        if at >= free and at + 7 * len(short) < right:
-            parts += [text(at + 2, top - 20, short, "small")]
-            free = at + 7 * len(short) + 6
-    steps = [points[0], *(p for (_, before), (s, gib) in zip(points, points[1:], strict=False) for p in ((s, before), (s, gib)))]
-    parts += [f'<polyline class="gpu" points="{" ".join(f"{x(s):.1f},{y(gib):.1f}" for s, gib in steps)}"/>']
-    parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>']
-    parts += [text(x(s), bottom + 16, f"{s}", "small middle") for s in range(0, int(last), max(1, round(last / 8)))]
-    parts += [text(left - 8, top - 42, "GiB of GPU memory in use, and who is asked"), text(right, bottom + 32, "seconds", "small end")]
-    m = document["machine"]
-    words = f"two vllm serve, a {card['a'] / 1024:.0f} GiB and b {card['b'] / 1024:.0f} GiB, gpuckpt run --share"
-    parts += [text(left, bottom + 32, f"{words} · {m['gpu']}, driver {m['driver']}", "small")]
-    return svg(800, 272, "GPU memory over time while two models share one GPU", parts)
-
-
 def median(runs: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.median(r[key] for r in runs)
 
@@ -362,27 +246,34 @@ def run() -> str:
     return re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # no font is fetched from anywhere
 
 
+def drawings() -> dict[str, str]:
+    """Every picture that is drawn from what is in this tree."""
+    found = {"architecture.svg": architecture()}
+    for name, draw, result in (
+        ("timeline.svg", timeline, "cycles"),
+        ("memory.svg", memory, "cycles"),
+        ("rendezvous.svg", rendezvous, "rendezvous"),
+        ("preload.svg", preload, "preload"),
+        ("growth.svg", growth, "growth"),
+        ("comparison.svg", comparison, "comparison"),
+        ("ranks.svg", ranks, "vllm_tp2"),
+        ("two_models.svg", two_models, "run_two_models"),
+    ):
+        path = ROOT / f"benchmarks/results/{result}.json"
+        document = json.loads(path.read_text()) if path.exists() else None
+        if document is not None and (draw is not ranks or has_ranks(document)):
+            found[name] = draw(document)
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     IMG.mkdir(parents=True, exist_ok=True)
     if "run" in arguments:
         (IMG / "run.svg").write_text(run(), encoding="utf-8")
         return 0
     stale = []
-    for name, draw, result in (
-        ("timeline.svg", timeline, "cycles"),
-        ("memory.svg", memory, "cycles"),
-        ("rendezvous.svg", rendezvous, "rendezvous"),
-        ("preload.svg", preload, "preload"),
-        ("ranks.svg", ranks, "vllm_tp2"),
-        ("two_models.svg", two_models, "run_two_models"),
-    ):
-        source = ROOT / f"benchmarks/results/{result}.json"
-        if not source.exists():
-            continue  # it has not been run yet
-        document = json.loads(source.read_text())
-        if draw is ranks and not has_ranks(document):
-            continue
-        path, drawn = IMG / name, draw(document)
+    for name, drawn in drawings().items():
+        path = IMG / name
         if not path.exists() or path.read_text(encoding="utf-8") != drawn:
             stale.append(name)
             if "--check" not in arguments:

@@ -179,6 +179,8 @@ def tested() -> str:
         ("run_vllm", "`gpuckpt run --idle -- vllm serve`: suspended by itself, woken by requests; streams, held requests, leases, SIGTERM"),
         ("preload", "suspends with the preload library and without it, of a torch process and of a plain C program"),
         ("other_card", "resume on the other card, both ways (two GPUs)"),
+        ("faults_gpu", "each fault before each step of a suspend and a resume, and in the middle of each call ([faults](docs/faults.md))"),
+        ("soak", "a server under bursts of requests, suspended between and within them, others on the freed GPU"),
     ):
         rows.append(f"| {what} | {outcome(name)} |")
     return "\n".join(rows)
@@ -197,6 +199,42 @@ def outcome(name: str) -> str:
     else:
         words = f"{len(checks)} of {len(checks)} checks pass" if len(checks) > 1 else "measured"
     return f"{words} · {source(name)}"
+
+
+def comparison() -> str:
+    """Ways off a GPU and back, of one run."""
+    found = result("comparison")
+    if found is None:
+        return "Not yet measured side by side: [tests/gpu/comparison.py](tests/gpu/comparison.py) does it in one run."
+    rows = [
+        "| one torch process of its own each; seconds | suspend, first / later | resume, first / later | left on the GPU | host memory | same answers |"
+    ]
+    rows.append("|---|---|---|---|---|---|")
+    for tool, f in found["summary"].items():
+        down, up = (f"{f[f'first_{c}_s']:.2f} / {f[f'later_{c}_s']:.2f}" for c in ("suspend", "resume"))
+        share = f"{f['left_mib']:,} of {f['held_mib']:,} MiB"
+        rows.append(f"| {tool} | {down} | {up} | {share} | {f['host_mib'] / 1024:.1f} GiB | {f['same']} of {f['rounds']} rounds |")
+    absent = f" Not there: {', '.join(found['not_there'])}." if found["not_there"] else ""
+    m = found["machine"]
+    rows += ["", f"{found['gib']:g} GiB, {m['gpu']}, driver {m['driver']}, {m['date']} ({source('comparison')}).{absent}"]
+    return "\n".join([*rows, "", "![Ways off a GPU and back](docs/img/comparison.svg)"])
+
+
+def growth() -> str:
+    """Fixed cost and slope of a suspend and of a resume."""
+    found = result("growth")
+    if found is None:
+        return "Not yet measured: [tests/gpu/growth.py](../tests/gpu/growth.py) does."
+    rows = ["| the whole command, later cycles; 95 % intervals | fixed | for each |", "|---|---|---|"]
+    for key, f in found["fits"].items():
+        if f:
+            command, _, axis = key.partition("_by_")
+            unit = {"gib": "GiB", "processes": "process", "graphs": "CUDA graph"}[axis]
+            rows.append(
+                f"| {command}, by {axis if axis != 'gib' else 'GiB'} ({f['points']} sizes) | {f['fixed']:.2f} ± {f['fixed_plus_minus']:.2f} s "
+                f"| {f['slope'] * 1000:.1f} ± {f['slope_plus_minus'] * 1000:.1f} ms a {unit} |"
+            )
+    return "\n".join([*rows, "", f"({source('growth', DOCS)})", "", "![How the time grows](img/growth.svg)"])
 
 
 def added() -> str:
@@ -299,9 +337,9 @@ def copies() -> str:
 
 DOCS = "../"
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"figures": figures, "tested": tested},
+    "README.md": {"figures": figures, "comparison": comparison, "tested": tested},
     "docs/driver-path.md": {"copies": copies, "preload-cost": preload_cost},
-    "docs/how-it-works.md": {"added": added, "killed": killed},
+    "docs/how-it-works.md": {"added": added, "growth": growth, "killed": killed},
     "docs/security.md": {"permissions": permissions, "containers": containers},
 }
 

@@ -1,6 +1,6 @@
 """Every way a command can fail: one class a code, each with its exit status, what it concerns and what to type next.
 
-``docs/failures.md`` has a paragraph for each code; a test keeps the two together.
+``failures.md`` beside this file is docs/failures.md, with a paragraph for each code (``gpuckpt explain CODE``); a test keeps them together.
 """
 
 from __future__ import annotations

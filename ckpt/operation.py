@@ -366,15 +366,14 @@ class Operation(Reporting):
         self._write_down(goal)
         return self._finish()
 
-    @staticmethod
-    def _worst(failures: Sequence[Failure]) -> GpuckptError | None:
+    def _worst(self, failures: Sequence[Failure]) -> GpuckptError | None:
         """The failure to report: each leaves a process where it should not be, unless that one ended."""
         if not failures:
             return None
-        worst = next((f.error for f in failures if isinstance(f.error, errors.Lost)), failures[0].error)
-        if worst.exit_code == 3 or isinstance(worst, errors.Aborted):
-            return worst
-        return Operation._not_as_found(worst)
+        worst = next((f for f in failures if isinstance(f.error, errors.Lost)), failures[0])
+        if worst.error.exit_code == 3 or self.now[worst.process] is State.GONE:
+            return worst.error
+        return self._not_as_found(worst.error)
 
     @staticmethod
     def _not_as_found(error: GpuckptError) -> GpuckptError:

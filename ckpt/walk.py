@@ -32,8 +32,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
+    """``dropped``: nothing is the matter with *process*; another one was not ready for what they do together."""
+
     process: ProcessId
     error: GpuckptError
+    dropped: bool = False
 
 
 class Walk:
@@ -111,6 +114,8 @@ class Walk:
             self.agree(phase.call, failures)
             with self.step(phase.call):
                 failed = self._run(phase, gpu_map or {})
+            if not stop and not self.barrier.several and all(self.now[f.process] is State.GONE for f in failed if not f.dropped):
+                failed = [f for f in failed if not f.dropped]  # they go on without those that ended
             failures += failed
             if failed and stop:  # who is lost is told, though another's end may have been the cause
                 raise next((f.error for f in failed if isinstance(f.error, errors.Lost)), failed[0].error)
@@ -201,7 +206,7 @@ class Walk:
         if isinstance(error, errors.Lost) and self.record is not None:
             self.record = self.record.with_member(process, lost=error.message)
             self.save()
-        return Failure(process, error)
+        return Failure(process, error, outcome.result == "agent:DROPPED")
 
     def _left_in_flight(self, call: Call, process: ProcessId, caller_pid: int) -> Failure:
         self.now[process] = State.BLOCKED

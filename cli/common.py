@@ -32,6 +32,7 @@ ONLY_OF: dict[str, dict[str, Any]] = {
     "recover": {"recovered": []},
     "doctor": {"checks": []},
     "env": {"environment": {}},
+    "explain": {"failures": []},
     "run": {"dry_run": False, "name": None, "adapter": None, "command_line": None, "environment": None, "changes": None, "listen": None},
     "stop": {},
     "lease": {},
@@ -188,7 +189,7 @@ def fail(command: str, as_json: bool, error: GpuckptError, status: int | None = 
             click.echo(f"  pid {p.pid} ({p.name}): {p.state}", err=True)
         if error.hint:
             click.echo(f"  try: {error.hint}", err=True)
-        click.echo(f"  [{error.code}] docs/failures.md", err=True)
+        click.echo(f"  [{error.code}] more: gpuckpt explain {error.code}", err=True)
     finish(errors.exit_code(error) if status is None else status)
 
 

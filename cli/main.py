@@ -24,6 +24,7 @@ COMMANDS = {
     "attach": ("attach", "Resume a run, and suspend it when this is ended."),
     "stop": ("run", "End a run, suspended or not."),
     "doctor": ("doctor", "Can this machine suspend, safely and fast?"),
+    "explain": ("explain", "What the code at the end of a message means."),
     "env": ("env", "The environment that a job on several GPUs must start with."),
     "demo": ("demo", "Half a minute that shows it all."),
     "completion": ("completion", "Print a shell completion script."),

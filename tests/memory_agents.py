@@ -37,13 +37,16 @@ class Agent:
     stage: State = State.RUNNING
     owner: object = None
     working: AgentCall | None = None
+    lost: bool = False  # its thread ended, or its socket is gone: nobody hears it, and its program stays where it is
 
     @property
     def unsettled(self) -> bool:
         """At work, or on its way back from a controller that is gone."""
-        return self.working is not None or (self.owner is None and self.stage in EARLY)
+        return not self.lost and (self.working is not None or (self.owner is None and self.stage in EARLY))
 
     def refusal(self, call: Call, controller: object) -> str:
+        if self.lost:
+            return "agent:VANISHED"
         needs, _ = MOVES[call]
         if self.working or self.stage is not needs or (self.owner not in (None, controller) and call is not Call.ARM):
             return "agent:ILLEGAL_STATE"
@@ -63,6 +66,15 @@ class Agent:
             return
         self.machine.at(seconds, lambda: self._end(asked, late))
 
+    def vanish(self) -> None:
+        """Whoever waits for it finds its connection closed."""
+        self.lost = True
+        if self.stage is not State.RUNNING:
+            self.machine.may_be_lost |= set(self.machine.agents)  # its program stands where it is, and the others wait for it
+        if self.working is not None:
+            self.working.outcome = Outcome("agent:VANISHED")
+            self.working = None
+
     def lose(self, controller: object) -> None:
         """The connection of *controller* closed."""
         if self.owner is controller:
@@ -72,6 +84,8 @@ class Agent:
 
     def _end(self, asked: AgentCall, failed: bool) -> None:
         process = self.machine.rules.processes.get(self.pid)
+        if self.lost:
+            return
         self.working = None
         if process is None:
             asked.outcome = Outcome("agent:VANISHED")
@@ -96,9 +110,9 @@ class Agent:
 
     def _go_back(self) -> None:
         process = self.machine.rules.processes.get(self.pid)
-        if self.stage in EARLY and not (process and process.lost):  # with broken communicators it waits, to be heard
+        if self.stage in EARLY and not self.lost and not (process and process.lost):  # with broken communicators it waits, to be heard
             self.machine.at(QUICK_S, self._gone_back)
 
     def _gone_back(self) -> None:
-        if self.owner is None and self.stage in EARLY:
+        if self.owner is None and self.stage in EARLY and not self.lost:
             self.stage = State.RUNNING

@@ -150,7 +150,9 @@ class Machine:
     files: dict[int, str] = field(default_factory=dict)  # pid -> the operation that wrote its image, whole, to disk
     dropped: set[int] = field(default_factory=set)  # whose image is not in memory
     journal_full: bool = False
+    host_short: bool = False  # the image of whoever would be suspended does not fit into host memory
     takers: int = 0
+    grabbed: set[str] = field(default_factory=set)  # GPUs that somebody filled after the last look at them
     idle: set[object] = field(default_factory=set)  # controllers that wait for room just now
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _serial: Any = field(default_factory=itertools.count)
@@ -216,6 +218,8 @@ class Machine:
     def _begin(self, call: DriverCall) -> None:
         pid = call.process.pid
         call.left_s = SLOW_S if call.call in (Call.CHECKPOINT, Call.RESTORE, Call.STORE, Call.LOAD) else QUICK_S
+        if call.call is Call.LOAD and pid not in self.dropped:
+            call.left_s = QUICK_S
         if call.fault.seconds is not None:
             call.left_s = call.fault.seconds
         if call.call is Call.LOCK and pid in self.rules.processes and self.rules.processes[pid].state is State.RUNNING:
@@ -321,7 +325,19 @@ class Machine:
             self.takers += 1
             self.rules.register(9000 + self.takers, 1, {uuid: nbytes})
 
+    def grab(self, uuid: str, leave_gib: int) -> None:
+        """As ``take``, at whatever moment: what is restored onto it meanwhile is lost, and nobody can help it."""
+        nbytes = self.rules.free(uuid) - leave_gib * GIB
+        if nbytes > 0 and not self.may_allocate(uuid):
+            self.grabbed.add(uuid)
+            self.may_be_lost |= {pid for pid, p in self.rules.processes.items() if uuid in p.held_bytes and not p.on_gpu}
+            self.takers += 1
+            self.rules.register(9000 + self.takers, 1, {uuid: nbytes})
+        else:
+            self.take(uuid, leave_gib)
+
     def free(self, uuid: str) -> None:
+        self.grabbed.discard(uuid)
         for pid, process in list(self.rules.processes.items()):
             if pid > 9000 and uuid in process.held_bytes:
                 self.rules.forget(pid)
@@ -333,13 +349,17 @@ class Machine:
         for uuid, gpu in self.rules.gpus.items():
             self.free(uuid)
             gpu.memory_query = "ok"
-        self.journal_full = False
+        self.journal_full = self.host_short = False
         self.run(math.inf)
 
     def state(self, pid: int) -> State:
         """The driver's word, and while it runs its agent's."""
         state = self.rules.processes[pid].state
-        return self.agents[pid].stage if state is State.RUNNING and pid in self.agents else state
+        return self.agents[pid].stage if state is State.RUNNING and self.has_agent(pid) else state
+
+    def has_agent(self, pid: int) -> bool:
+        """Whether it has an agent that answers."""
+        return pid in self.agents and not self.agents[pid].lost
 
     def note_agent(self, call: DriverCall) -> None:
         """A process is about to be locked or checkpointed: its agent must have made it ready."""
@@ -358,5 +378,5 @@ class Machine:
             if any(c.controller is not call.controller for c in others):
                 self.wrongs.append(f"two controllers restore onto {uuid} at once")
             coming = sum(self.rules.processes[c.process.pid].held_bytes.get(old, 0) for c in others)
-            if self.rules.free(uuid) - coming < nbytes:
+            if self.rules.free(uuid) - coming < nbytes and uuid not in self.grabbed:
                 self.wrongs.append(f"restore of {call.process} without room on {uuid}")

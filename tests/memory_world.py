@@ -75,7 +75,7 @@ class MemoryWorld:
         self.points = 0
         self._faults = {f.nth: f for f in faults}
         self._on_point = on_point
-        self._started = 0
+        self.started = 0  # calls on drivers and agents
         self._calls: list[DriverCall] = []
 
     def point(self, _name: str) -> None:
@@ -131,7 +131,7 @@ class MemoryWorld:
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(id_.pid, {}).items())),
                 machine.rules.processes[id_.pid].image_bytes,
                 id_.pid in machine.stopped,
-                id_.pid in machine.agents,
+                machine.has_agent(id_.pid),
                 id_.pid in along,
             )
             for id_, state in states.items()
@@ -185,8 +185,8 @@ class MemoryWorld:
         claims: Sequence[Claim] = (),
     ) -> DriverCall:
         self.point(f"start {call}")
-        fault = self._faults.get(self._started, PLAIN)
-        self._started += 1
+        fault = self._faults.get(self.started, PLAIN)
+        self.started += 1
         if fault.result == "NO_CALLER":
             raise CallError(call, "NO_CALLER")
         pending = DriverCall(
@@ -220,8 +220,8 @@ class MemoryWorld:
         return self.machine.agents[process.pid].refusal(call, self)
 
     def _ask(self, call: Call, process: ProcessId, timeout_s: float) -> AgentCall:
-        fault = self._faults.get(self._started, PLAIN)
-        self._started += 1
+        fault = self._faults.get(self.started, PLAIN)
+        self.started += 1
         asked = AgentCall(call, process)
         if process.pid in self.machine.rules.processes:
             self.machine.agents[process.pid].ask(asked, self, fault, timeout_s)
@@ -279,10 +279,12 @@ class MemoryWorld:
         return {p.pid: {**p.held_bytes} for p in self.machine.rules.processes.values() if p.on_gpu}
 
     def _hazards(self, found: Sequence[GpuProcess]) -> Iterator[Hazard]:
+        if self.machine.host_short:
+            yield Hazard("host-memory", "the image does not fit", "", acceptable=True)
         for p in found:
             if p.stopped:
                 yield Hazard("stopped", f"pid {p.pid} is stopped", "", p.pid)
-            if len(found) > 1:
+            if len(found) > 1 and not all(other.agent for other in found):
                 yield Hazard("possible-import", f"pid {p.pid} belongs to others", "", p.pid, acceptable=True)
             if "communicator" in self.machine.rules.processes[p.pid].traits:
                 yield Hazard("nccl-communicator", f"pid {p.pid} has a communicator", "", p.pid, acceptable=True)

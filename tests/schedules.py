@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 from unittest import mock
 
 from hypothesis import strategies as st
@@ -97,6 +98,8 @@ class Played:
 class Player:
     """Plays steps on one machine."""
 
+    accept: ClassVar[frozenset[str]] = ACCEPT
+
     machine: Machine
     schedule: Schedule
     ran: set[str] = field(default_factory=set)  # commands of all controllers
@@ -152,7 +155,7 @@ class Player:
     def _command(self, world: MemoryWorld, step: Step) -> tuple[int | None, list[Report], GpuckptError | None]:
         self.ran.add(step.command)
         targets = [t if t >= FIRST_PID else FIRST_PID + t % len(self.schedule.processes) for t in step.targets]
-        operation = Operation(world, step.command, timeout_s=step.timeout_s, accept=ACCEPT)
+        operation = Operation(world, step.command, timeout_s=step.timeout_s, accept=self.accept)
         try:
             if step.command == "recover":
                 reports = recover_all(world)

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuckpt.model import Call, State
+from gpuckpt.inspect import ranks
+from gpuckpt.model import Call, Rank, State
 from tests.conftest import eventually
 from tests.test_cli_concurrent import waits_for
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def test_a_failed_memory_query_is_not_an_empty_card(machine: Machine) -> None:
-    """ollama/ollama#6637: the query failed, and a second model was loaded as if the card were empty."""
+    """Case 33, ollama/ollama#6637: the query failed, and a second model was loaded as if the card were empty."""
     target = machine.target("--gib", "40")
     assert machine.gpuckpt("suspend", target.pid).code == 0
     filler = machine.target("--gib", "60")
@@ -35,7 +36,7 @@ def test_a_failed_memory_query_is_not_an_empty_card(machine: Machine) -> None:
 
 
 def test_a_card_that_falls_off_the_bus(machine4: Machine) -> None:
-    """leptonai/gpud#604, NVIDIA/open-gpu-kernel-modules#1151: one GPU of several is lost, and queries for it raise."""
+    """Case 34, leptonai/gpud#604, NVIDIA/open-gpu-kernel-modules#1151: one GPU of several is lost, and queries for it raise."""
     one, two = machine4.target("--gpu", "1"), machine4.target("--gpu", "2")
     for target in (one, two):
         assert machine4.gpuckpt("suspend", target.pid).code == 0
@@ -61,7 +62,7 @@ def oom_score_adj(target: Target) -> int:
 
 
 def test_the_largest_process_can_be_spared(machine: Machine) -> None:
-    """case 37, rfjakob/earlyoom#155: with its image in host memory a process is the largest, and the killer takes it first."""
+    """Case 37, rfjakob/earlyoom#155: with its image in host memory a process is the largest, and the killer takes it first."""
     one, two = machine.target("--gib", "2"), machine.target("--gib", "1")
     before = oom_score_adj(one)
     asked = min(1000, before + 300)  # up: to go down takes a capability
@@ -92,7 +93,7 @@ def test_a_spared_process_is_set_back_by_recover(machine: Machine) -> None:
 
 
 def test_suspended_processes_are_remembered(machine: Machine) -> None:
-    """gke-labs/open-rl PR#132: targets vanish from the card's list of processes once they are suspended."""
+    """Case 35, gke-labs/open-rl PR#132: targets vanish from the card's list of processes once they are suspended."""
     one, two, three = (machine.target() for _ in range(3))
     assert machine.gpuckpt("suspend", one.pid, two.pid, three.pid).code == 0
     two.kill()
@@ -113,7 +114,7 @@ def test_suspended_processes_are_remembered(machine: Machine) -> None:
 
 
 def test_rays_memory_monitor(machine: Machine) -> None:
-    """OpenRLHF/OpenRLHF#1013, hiyouga/EasyR1#185: with GPU memory in host memory, Ray killed the worker."""
+    """Case 36, OpenRLHF/OpenRLHF#1013, hiyouga/EasyR1#185: with GPU memory in host memory, Ray killed the worker."""
     target = machine.target("--gib", "8")
     machine.host_memory(100, 12)  # 88 % in use, 96 % with the image
     machine.lay(
@@ -134,7 +135,7 @@ def test_rays_memory_monitor(machine: Machine) -> None:
 
 
 def test_a_retried_resume_is_one_resume(machine: Machine) -> None:
-    """sgl-project/sglang#14092: resume ran out of memory while somebody held it, and was called again by timeout."""
+    """Case 39, sgl-project/sglang#14092: resume ran out of memory while somebody held it, and was called again by timeout."""
     target = machine.target("--gib", "50")
     assert machine.gpuckpt("suspend", target.pid).code == 0
     filler = machine.target("--gib", "60")
@@ -154,7 +155,7 @@ def test_a_retried_resume_is_one_resume(machine: Machine) -> None:
 
 
 def test_who_holds_the_memory(machine: Machine) -> None:
-    """llm-d-incubation/llm-d-fast-model-actuation#720, #709: an orphan kept GPU memory, and every later start failed."""
+    """Case 40, llm-d-incubation/llm-d-fast-model-actuation#720, #709: an orphan kept GPU memory, and every later start failed."""
     target = machine.target("--gib", "40")
     assert machine.gpuckpt("suspend", target.pid).code == 0
     orphan = machine.target("--gib", "60")
@@ -167,7 +168,7 @@ def test_who_holds_the_memory(machine: Machine) -> None:
 
 
 def test_one_rank_alone(machine: Machine) -> None:
-    """NVIDIA/cuda-checkpoint#47: one of two ranks was checkpointed alone and could not be restored."""
+    """Case 43, NVIDIA/cuda-checkpoint#47: one of two ranks was checkpointed alone and could not be restored."""
     parent = machine.target("--spawn", "1", "--trait", "communicator")
     for options in ((), ("--no-tree",)):
         result = machine.gpuckpt("suspend", parent.children[0], *options)
@@ -176,8 +177,21 @@ def test_one_rank_alone(machine: Machine) -> None:
     assert parent.unharmed()
 
 
+def test_a_communicator_that_reaches_outside_of_the_group() -> None:
+    """Case 42, huggingface/trl#6797, sgl-project/sglang#4096: a trainer is in a communicator of the server for its weights.
+
+    What is not in the group shows by its rank alone: nothing tells its pid from here.
+    """
+    server = [Rank(w, "tp", w, 2) for w in (0, 1)] + [Rank(w, "weights", w, 3) for w in (0, 1)]
+    (outside,) = ranks.hazards({"": server})
+    assert (outside.kind, outside.acceptable, outside.pid) == ("nccl-communicator", False, 0)
+    assert "communicator weights of pid 0 reaches outside of this group: rank 2 of 3 is not in it" in outside.message
+    assert "the whole job" in outside.hint
+    assert not ranks.hazards({"": [*server, Rank(2, "weights", 2, 3)]})
+
+
 def test_an_open_rdma_device_is_named_before_the_checkpoint(machine: Machine) -> None:
-    """vllm-project/vllm PR#29569, fzyzcjy/torch_memory_saver PR#48: memory that a NIC has registered."""
+    """Case 52, vllm-project/vllm PR#29569, fzyzcjy/torch_memory_saver PR#48: memory that a NIC has registered."""
     double = machine.path / "dev/infiniband/uverbs0"
     double.parent.mkdir(parents=True)
     double.touch()

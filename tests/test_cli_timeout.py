@@ -19,7 +19,7 @@ def test_a_look_gives_up(machine: Machine, command: tuple[str | int, ...]) -> No
     assert seen.document["error"]["code"] == "deadline"
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("completion", "env", "exec")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("completion", "env", "exec", "explain")])
 def test_every_command_has_a_timeout_and_json(machine: Machine, command: str) -> None:
     words = machine.gpuckpt(command, "--help", json=False).stdout
     assert "--timeout DURATION" in words

@@ -27,11 +27,8 @@ driver = None
 for environment, method, args, kwargs in json.load(sys.stdin):
     os.environ.update(environment)
     try:
-        if method == "cuda_version":
-            value = cuda.cuda_version()
-        else:
-            driver = driver or cuda.CudaDriver()
-            value = getattr(driver, method)(*args, **kwargs)
+        driver = driver or cuda.CudaDriver()
+        value = getattr(driver, method)(*args, **kwargs)
         outcomes.append({"value": value})
     except api.CallError as error:
         outcomes.append({"call": error.call, "result": error.result})
@@ -198,17 +195,6 @@ def test_results_by_name_and_by_number_where_they_have_none(library: Path) -> No
         {"call": "restore", "result": "OUT_OF_MEMORY"},
         {"call": "unlock", "result": "OPERATING_SYSTEM"},
     ]
-
-
-def test_versions(library: Path, library_before_570: Path, library_absent: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert outcomes(library, case("cuda_version"), case("cuda_version", env={"VERSION": "12080"}), log=log) == [
-        {"value": [13, 0]},
-        {"value": [12, 8]},
-    ]
-    assert not log.exists()
-    assert outcomes(library_before_570, case("cuda_version", env={"VERSION": "12040"})) == [{"value": [12, 4]}]
-    assert [outcome["code"] for outcome in outcomes(library_absent, case("cuda_version"))] == ["no-driver"]
 
 
 def test_no_driver(library: Path, library_absent: Path) -> None:

@@ -109,6 +109,7 @@ def kubernetes(machine: Machine, **files: object) -> None:
 
 
 def test_pod_without_limit_and_with_a_small_request(machine: Machine) -> None:
+    """Case 38: defilantech/LLMKube#1724, k8spatterns/examples#12."""
     kubernetes(machine, max="max", low=8 * GIB)
     machine.process(70, 44.5, rss_gib=3, cgroup="0::/\n")
     line = machine.line("pod memory")

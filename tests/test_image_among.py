@@ -42,7 +42,7 @@ def test_an_interposer_before_ours_hides_the_caller(image_folder: Path, start_pr
 
 
 def test_where_the_library_cannot_be_seen_only_the_loader_says_so(tmp_path: Path) -> None:
-    """A child in a mount namespace or a chroot without it."""
+    """Case 54: Project-HAMi/HAMi#777. A child in a mount namespace or a chroot without it."""
     ours = preload.library()
     assert ours is not None
     hidden = tmp_path / "gone" / ours.name
@@ -59,7 +59,7 @@ def test_where_the_library_cannot_be_seen_only_the_loader_says_so(tmp_path: Path
 
 
 def test_beside_a_library_that_the_machine_preloads(start_program: Start, image_folder: Path, tmp_path: Path) -> None:
-    """By /etc/ld.so.preload, which the loader takes after LD_PRELOAD."""
+    """Case 54. By /etc/ld.so.preload, which the loader takes after LD_PRELOAD."""
     if os.geteuid() != 0:
         pytest.skip("only root can lay one out")
     script = tmp_path / "with-preload"

@@ -127,7 +127,7 @@ def test_no_such_directory(machine: Machine, target: Target, place: Path) -> Non
 
 
 def test_a_directory_that_is_full_or_has_half_the_quota(machine: Machine, target: Target, place: Path) -> None:
-    """case 55: found before Lock. A file system of 64 MiB for an image of 2 GiB."""
+    """Case 55: found before Lock. A file system of 64 MiB for an image of 2 GiB."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount one")
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", place], check=True)
@@ -142,7 +142,7 @@ def test_a_directory_that_is_full_or_has_half_the_quota(machine: Machine, target
 
 
 def test_a_file_system_in_memory_is_warned_of(machine: Machine, target: Target, place: Path) -> None:
-    """case 55"""
+    """Case 55"""
     if os.geteuid() != 0:
         pytest.skip("only root can mount one")
     subprocess.run(["mount", "-t", "tmpfs", "none", place], check=True)

@@ -176,7 +176,7 @@ def test_a_child_has_none(program: Program, image: Mapped) -> None:
 
 
 def test_storms_pass_it_by(program: Program, image: Mapped, ours: Keeper) -> None:
-    """case: fork, vfork, exec and signals of the program while its image is kept."""
+    """Fork, vfork, exec and signals of the program while its image is kept."""
     for storm in ("fork", "vfork"):
         assert program.ask(storm) == ["0"]
     ours.settle()

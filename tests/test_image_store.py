@@ -146,7 +146,7 @@ def test_root_keeps_the_image_of_a_user_or_container(image_folder: Path, where: 
 
 
 def test_the_directory_is_removed_meanwhile(suspended: Suspended, tmp_path: Path) -> None:
-    """case 55"""
+    """Case 55"""
     suspended.directory = tmp_path / "gone"
     suspended.directory.mkdir()
     suspended.keep()
@@ -423,7 +423,7 @@ def test_file_systems_by_name() -> None:
     ("kind", "said"), [("overlay", "ephemeral storage"), ("nfs4", "over a network"), ("tmpfs", "in memory"), ("ext4", "")]
 )
 def test_what_is_not_a_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
-    """case 55: overlay and tmpfs are warned of, with what they cost."""
+    """Case 55: overlay and tmpfs are warned of, with what they cost."""
     monkeypatch.setattr(file, "filesystem", lambda _: kind)
     walk = types.SimpleNamespace(warnings=[])
     keeping.refuse(walk, str(tmp_path), [])  # type: ignore[arg-type]

@@ -5,6 +5,8 @@ The real operation, barrier, coordinator and record types on every host; machine
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import HealthCheck, currently_in_test_context, given, settings
 from hypothesis import note as hypothesis_note
@@ -15,6 +17,9 @@ from tests.memory_hosts import NEVER, Hosts, MemoryStore, Part, Trouble
 from tests.memory_machine import Fault
 from tests.memory_world import described
 from tests.schedules import Proc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 AS_FOUND = (1, 5, 6, 124, 130)
 AGENT, PLAIN = Proc(agent=True), Proc()
@@ -35,9 +40,19 @@ def tell(hosts: Hosts, what: str) -> None:
 
 
 def check(
-    parts: tuple[Part, ...], seed: int = 0, gone_at: int = NEVER, torn_at: int = NEVER, *, resume: bool = False, same_store: bool = False
+    parts: tuple[Part, ...],
+    seed: int = 0,
+    gone_at: int = NEVER,
+    torn_at: int = NEVER,
+    *,
+    resume: bool = False,
+    same_store: bool = False,
+    at_the_end: Callable[[Hosts, MemoryStore], None] = lambda _, __: None,
 ) -> Hosts:
-    """A suspend (or a resume, after one without trouble) with trouble; then what a person would type, without trouble."""
+    """A suspend (or a resume, after one without trouble) with trouble; then what a person would type, without trouble.
+
+    *at_the_end* is told of the hosts, and of the store that they had, before the last resume.
+    """
     hosts = Hosts(parts, seed)
     if resume:
         hosts.calm()
@@ -54,6 +69,7 @@ def check(
     hosts.recover()
     tell(hosts, "recover")
     together(hosts, resume)
+    at_the_end(hosts, hosts.store)
     if not same_store:
         hosts.store = MemoryStore()
     hosts.command("resume", timeout_s=20.0)

@@ -86,7 +86,7 @@ def test_an_adoption_that_fails_leaves_the_child_alone(stage: Stage) -> None:
 
 
 def test_the_same_name_at_once_after_kill_9_ten_times(stage: Stage) -> None:
-    """XTLS/Xray-core#5028, vllm-project/vllm#9737"""
+    """Case 20: XTLS/Xray-core#5028, vllm-project/vllm#9737"""
     for _ in range(10):
         run = stage.run().awake()
         run.process.kill()
@@ -98,7 +98,7 @@ def test_the_same_name_at_once_after_kill_9_ten_times(stage: Stage) -> None:
 
 @pytest.mark.parametrize("what", ["symlink", "server", "file"])
 def test_what_is_not_ours_is_never_replaced(stage: Stage, what: str) -> None:
-    """XTLS/Xray-core#5028"""
+    """Case 20: XTLS/Xray-core#5028"""
     path, elsewhere = stage.runtime / "m.sock", stage.runtime / "precious"
     with contextlib.ExitStack() as held:
         if what == "symlink":
@@ -136,7 +136,7 @@ def test_the_port_is_taken(stage: Stage) -> None:
 
 
 def test_a_server_that_is_not_ours_is_not_spoken_to(tmp_path: Path) -> None:
-    """llm-d-incubation/llm-d-fast-model-actuation#388"""
+    """Case 19: llm-d-incubation/llm-d-fast-model-actuation#388"""
     import asyncio
 
     from gpuckpt.errors import ServerRefused
@@ -260,7 +260,7 @@ def test_no_room_at_resume(stage: Stage) -> None:
 
 
 def test_who_holds_the_card_is_named_with_its_run(stage: Stage) -> None:
-    """case 40, llm-d-fast-model-actuation#720: memory of a dead instance stayed, and nothing said whose it was. Nothing is ended for it."""
+    """Case 40, llm-d-fast-model-actuation#720: memory of a dead instance stayed, and nothing said whose it was. Nothing is ended for it."""
     run = stage.run("--keep-child", name="other", fake=("--gib", "70")).awake()
     child = run.child
     assert stage.gpuckpt("suspend", "other").code == 0

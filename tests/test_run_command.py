@@ -295,7 +295,7 @@ class TestTraffic:
         self.run(body)
 
     def test_its_clock_is_monotonic(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """mostlygeek/llama-swap#25: the date may jump."""
+        """Case 2, mostlygeek/llama-swap#25: the date may jump."""
 
         async def body() -> None:
             door = Traffic(hold_s=5, max_waiting=10)

@@ -52,7 +52,7 @@ def test_longer_than_the_drain_is_not_suspended(stage: Stage) -> None:
 
 
 def test_idle_counts_from_the_last_byte(stage: Stage) -> None:
-    """mostlygeek/llama-swap#25"""
+    """Case 2: mostlygeek/llama-swap#25"""
     run = stage.run("--idle", "700ms").awake()
     client = run.begin(seconds=1.5, stream=True, chunks=3)
     assert client.result().status == 200
@@ -63,13 +63,13 @@ def test_idle_counts_from_the_last_byte(stage: Stage) -> None:
 
 
 def test_a_server_that_nobody_calls_is_suspended(stage: Stage) -> None:
-    """sablierapp/sablier#23"""
+    """Case 3: sablierapp/sablier#23"""
     run = stage.run("--idle", "300ms").awake()
     run.until("suspended")
 
 
 def test_scraping_does_not_keep_it_awake(stage: Stage) -> None:
-    """ggml-org/llama.cpp#20227"""
+    """Case 4: ggml-org/llama.cpp#20227"""
     run = stage.run("--idle", "700ms").awake()
     until = time.monotonic() + 10
     while run.state != "suspended":
@@ -84,7 +84,7 @@ def test_scraping_does_not_keep_it_awake(stage: Stage) -> None:
 
 
 def test_looking_wakes_nothing_and_takes_no_place(stage: Stage) -> None:
-    """goniz/opencode-local-provider#14, ctrox/zeropod#34"""
+    """Case 5: goniz/opencode-local-provider#14, ctrox/zeropod#34"""
     run = stage.run().awake().suspended()
     paths = ("/", "/props", "/slots", "/api/tags", "/v1/models/NAME", "/tokenizer_info", "/favicon.ico", "/ping", "/v1/chat/completions")
     for path in paths:
@@ -109,7 +109,7 @@ def test_health_is_about_serving_and_awake_about_the_gpu(stage: Stage) -> None:
 
 
 def test_keys(stage: Stage) -> None:
-    """mostlygeek/llama-swap#50, #1051"""
+    """Case 14: mostlygeek/llama-swap#50, #1051"""
     run = stage.run("--max-waiting", "1", fake=("--api-key", "secret", "other")).awake().suspended()
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer"}):
         assert run.complete(headers).status == 401
@@ -121,7 +121,7 @@ def test_keys(stage: Stage) -> None:
 
 
 def test_the_key_of_the_environment(stage: Stage) -> None:
-    """mostlygeek/llama-swap#50"""
+    """Case 14: mostlygeek/llama-swap#50"""
     run = stage.run(VLLM_API_KEY="k").awake().suspended()
     assert run.complete().status == 401
     assert run.state == "suspended"
@@ -237,7 +237,7 @@ def test_bytes_pass_as_they_come(shared: Serving) -> None:
 
 
 def test_a_refusal_of_the_server_passes_unchanged(shared: Serving) -> None:
-    """mostlygeek/llama-swap#887"""
+    """Case 11: mostlygeek/llama-swap#887"""
     answer = shared.complete(status=429)
     assert (answer.status, answer.error, answer.headers["x-limit"]) == (429, {"message": "over the limit", "code": "limit"}, "1")
 
@@ -266,7 +266,7 @@ def test_a_request_is_sent_once(shared: Serving, nbytes: int) -> None:
 
 
 def test_the_work_ends_when_the_client_leaves(shared: Serving) -> None:
-    """vllm-project/production-stack#867"""
+    """Case 23: vllm-project/production-stack#867"""
     cut = len(shared.notes("cut"))
     body = '{"seconds": 20}'
     s = shared.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}")
@@ -322,7 +322,7 @@ def test_a_full_waiting_room_refuses_before_the_body(stage: Stage) -> None:
 
 
 def test_a_hold_that_is_too_short_says_when_to_come_back(stage: Stage) -> None:
-    """mostlygeek/llama-swap#225, kedacore/http-add-on#1592"""
+    """Case 13: mostlygeek/llama-swap#225, kedacore/http-add-on#1592"""
     run = stage.run("--hold", "300ms", fake=("--slow-wake", "1.5")).awake().suspended()
     answer = run.complete(id=1)
     assert answer.status == 503
@@ -337,7 +337,7 @@ def test_a_hold_that_is_too_short_says_when_to_come_back(stage: Stage) -> None:
 
 
 def test_a_client_that_leaves_while_held_is_not_served(stage: Stage) -> None:
-    """mostlygeek/llama-swap#727"""
+    """Case 9: mostlygeek/llama-swap#727"""
     run = stage.run(fake=("--slow-wake", "1")).awake().suspended()
     body = '{"id": "gone"}'
     s = run.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}")
@@ -349,7 +349,7 @@ def test_a_client_that_leaves_while_held_is_not_served(stage: Stage) -> None:
 
 
 def test_five_hundred_held_and_a_short_backlog(stage: Stage) -> None:
-    """knative/serving#9888"""
+    """Case 22: knative/serving#9888"""
     run = stage.run(fake=("--slow-wake", "3", "--at-once", "32", "--backlog", "16")).awake().suspended()
     body = '{"id": 1}'
     text = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
@@ -362,7 +362,7 @@ def test_five_hundred_held_and_a_short_backlog(stage: Stage) -> None:
 
 
 def test_idle_moments_and_requests_at_every_offset(stage: Stage) -> None:
-    """mostlygeek/llama-swap#946"""
+    """Case 1: mostlygeek/llama-swap#946"""
     run = stage.run("--idle", "250ms", fake=("--slow-sleep", "0.05")).awake()
     for n in range(30):
         time.sleep(0.2 + n * 0.012)

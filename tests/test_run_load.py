@@ -63,7 +63,7 @@ def test_a_slow_reader_holds_back_only_itself(stage: Stage) -> None:
 
 
 def test_whatever_happens_every_error_is_json_that_a_client_understands(stage: Stage) -> None:
-    """mostlygeek/llama-swap#635"""
+    """Case 12: mostlygeek/llama-swap#635"""
     seed = random.SystemRandom().randrange(1 << 30)
     dice = random.Random(seed)
     run = stage.run("--hold", "1s", "--max-waiting", "20", "--drain", "500ms").awake()

@@ -94,7 +94,7 @@ def test_sigterm_in_each_state_leaves_nothing(stage: Stage, state: str) -> None:
 
 @pytest.mark.parametrize("state", STATES)
 def test_kill_9_of_the_supervisor_ends_the_tree(stage: Stage, state: str) -> None:
-    """dryvist/nix-ai#1182"""
+    """Case 21: dryvist/nix-ai#1182"""
     run = bring_to(stage, state)
     run_tree(run)
     run.process.kill()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -44,7 +46,7 @@ def test_a_wheel_has_the_package_and_nothing_else(tree: Path) -> None:
     names = _names(_build("wheel", tree))
     metadata = next(n.split("/")[0] for n in names if n.endswith(".dist-info/METADATA"))
     package = {n for n in names if not n.startswith(f"{metadata}/")}
-    assert package == {"gpuckpt/py.typed", PRELOAD, *_modules()}
+    assert package == {"gpuckpt/py.typed", "gpuckpt/failures.md", PRELOAD, *_modules()}
     assert {n.rpartition("/")[0] for n in package} == PACKAGES
     rest = {n.removeprefix(f"{metadata}/") for n in names - package}
     assert rest == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
@@ -72,6 +74,35 @@ def test_a_wheel_built_from_the_sdist_is_the_same(tree: Path, tmp_path: Path) ->
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert _names(_build("wheel", unpacked)) == _names(_build("wheel", tree))
+
+
+def test_the_pythons_that_it_says() -> None:
+    """Only one is here. Of the others: what was taken out of their standard library is not imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = {c.rpartition(" ")[2] for c in project["classifiers"] if c.startswith("Programming Language :: Python :: ")}
+    assert (project["requires-python"], versions) == (">=3.11", {"3.11", "3.12", "3.13"})
+    gone = {
+        "asynchat",
+        "asyncore",
+        "cgi",
+        "cgitb",
+        "crypt",
+        "distutils",
+        "imghdr",
+        "imp",
+        "nntplib",
+        "pipes",
+        "smtpd",
+        "spwd",
+        "telnetlib",
+        "uu",
+    }
+    for part in SOURCES:
+        for path in (ROOT / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 11))):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert not {n.partition(".")[0] for n in names} & gone, path
 
 
 def _build(kind: str, tree: Path) -> Path:

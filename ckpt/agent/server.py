@@ -31,6 +31,8 @@ from gpuckpt.model import State
 
 _REQUEST_MAX_BYTES = 1 << 16
 _FDS_MAX = 1
+#: How long to wait before a connection that could not be taken is tried again, in seconds.
+_NO_DESCRIPTOR_S = 0.05
 
 
 @dataclass(eq=False, slots=True)
@@ -169,7 +171,11 @@ class Agent:
             self._expire()
 
     def _accept(self) -> _Connection | None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # the program has no descriptor left: whoever calls waits until there is one
+            time.sleep(_NO_DESCRIPTOR_S)
+            return None
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid not in (0, os.geteuid()):
             sock.close()

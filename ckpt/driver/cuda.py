@@ -139,15 +139,6 @@ class CudaDriver(Driver):
         return _call(self._cuda, call, function, *args)
 
 
-def cuda_version() -> tuple[int, int]:
-    """The CUDA version that the driver supports, as (13, 0); CUDA is not initialised.
-
-    Raises:
-        errors.NoDriver, errors.DriverTooOld, errors.BindingsTooOld: as :class:`CudaDriver`; too old here means before CUDA 12.
-    """
-    return _version(_bindings())
-
-
 class _UnnamedStateError(Exception):
     """The driver answered a state that the bindings have no name for."""
 

@@ -25,7 +25,6 @@ CONNECT_S = 10.0
 #: An idle connection is kept this long, in seconds: less than the 5 that uvicorn keeps it, so that a POST never meets its end.
 KEEP_S = 2.0
 HEALTH_S = 5.0
-CALL_S = 600.0
 
 
 class Connector(aiohttp.UnixConnector):

@@ -13,7 +13,7 @@ import sys
 import time
 
 import psutil
-from lab import Results, Target, free_mib, gpuckpt, state, used_mib, wait_for
+from lab import Results, Target, callers, free_mib, gpuckpt, state, used_mib, wait_for
 
 only = sys.argv[1:]
 r = Results("_".join(["bad_days", *(n.partition(":")[0].lower() for n in only[:1])]))
@@ -22,11 +22,6 @@ empty = used_mib()
 
 def code_of(document: dict) -> str:
     return (document.get("error") or {}).get("code", "")
-
-
-def callers(name: str = "") -> list[psutil.Process]:
-    found = [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("gpuckpt-") and p.info["name"] != "gpuckpt-callers"]
-    return [p for p in found if not name or p.info["name"] == name]
 
 
 def case_busy() -> None:
@@ -53,7 +48,7 @@ def case_stopped() -> None:
     # stopped between the inspection and the lock: the lock hangs beyond its timeout
     t.ask("busy 100")
     p = subprocess.Popen(["gpuckpt", "suspend", str(t.pid), "--timeout", "4s", "--json"], stdout=subprocess.PIPE, text=True)
-    caller = wait_for(lambda: callers("gpuckpt-lock"), 5)
+    caller = wait_for(lambda: callers("lock"), 5)
     os.kill(t.pid, signal.SIGSTOP)
     out, _ = p.communicate(timeout=60)
     doc = json.loads(out)
@@ -63,7 +58,7 @@ def case_stopped() -> None:
         [p.returncode, doc.get("error"), round(time.perf_counter() - begun, 1)],
     )
     os.kill(t.pid, signal.SIGCONT)
-    r.check("continued: it unlocks itself", wait_for(lambda: state(t.pid) == "RUNNING" and not callers("gpuckpt-lock"), 20), state(t.pid))
+    r.check("continued: it unlocks itself", wait_for(lambda: state(t.pid) == "RUNNING" and not callers("lock"), 20), state(t.pid))
     code, doc, _ = gpuckpt("recover")
     r.check("recover clears the journal, answers the same", code == 0 and t.same(), [code, doc.get("recovered")])
     t.end()
@@ -122,7 +117,7 @@ def kill_in(command: str, step: str, victim: str, sig: int = signal.SIGKILL) -> 
     if step == "lock":
         t.ask("busy 150")  # about 3 s of queued kernels, for which the lock waits
     p = subprocess.Popen(["gpuckpt", command, str(t.pid), "--json"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    seen = wait_for(lambda: callers(f"gpuckpt-{step}"[:15]), 10) if step != "start" else True
+    seen = wait_for(lambda: callers(step), 10) if step != "start" else True
     if step == "start":
         time.sleep(0.05)
     for c in callers() if victim == "caller" else [p]:

@@ -27,6 +27,7 @@ else:
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
 HERE = Path(__file__).parent
+MARK = os.environ.setdefault("GPUCKPT_LAB", str(os.getpid()))  # what this script starts has it in its environment
 OUT = Path(os.environ.get("OUT", HERE.parent.parent / "benchmarks" / "results"))
 
 
@@ -102,6 +103,13 @@ class Results:
         self.name = name
         self.document: dict[str, Any] = {"name": name, "machine": machine(), "checks": {}}
 
+    def earlier(self, key: str) -> list[dict[str, Any]]:
+        """The rows that an earlier run on a machine of this kind left in the result file: a short loan goes on where the last one ended."""
+        path = OUT / f"{self.name}.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        same = all(before.get("machine", {}).get(k) == self.document["machine"].get(k) for k in ("gpu", "driver", "thp", "simulated"))
+        return list(before.get(key, [])) if same else []
+
     def check(self, what: str, ok: bool, seen: object = None) -> bool:
         """Whether *ok*. What failed once stays failed; what is asked again and holds is not said again."""
         checks = self.document["checks"]
@@ -123,6 +131,42 @@ class Results:
         failed = [k for k, v in self.document["checks"].items() if not v["ok"]]
         print(f"== {self.name}: {len(self.document['checks']) - len(failed)} ok, {len(failed)} failed {failed}", flush=True)
         sys.exit(1 if failed or not self.document["checks"] else 0)
+
+
+class Rounds:
+    """Whether there is time for another round: one as long as the longest so far, and *rest_s* for the end of the script."""
+
+    def __init__(self, rest_s: float = 15.0) -> None:
+        self._rest_s, self._longest_s = rest_s, 0.0
+
+    def took(self, seconds: float) -> None:
+        self._longest_s = max(self._longest_s, seconds)
+
+    def another(self, at_least_s: float = 0.0) -> bool:
+        return left_s() - self._rest_s > max(at_least_s, self._longest_s)
+
+
+DRIVER_CALLS = """
+import json, sys, time
+from cuda.bindings import driver as cu
+pid, found = int(sys.argv[1]), []
+for name in sys.argv[2:]:
+    arguments = {"Lock": [cu.CUcheckpointLockArgs()], "Checkpoint": [None], "Restore": [None], "Unlock": [None]}.get(name, [])
+    if name == "Lock":
+        arguments[0].timeoutMs = 10000
+    begun = time.perf_counter()
+    r = getattr(cu, "cuCheckpointProcess" + name)(pid, *arguments)
+    found.append([name, r[0].name, str(r[1]) if len(r) > 1 else None, time.perf_counter() - begun])
+print(json.dumps(found))
+"""
+
+
+def calls(pid: int, names: tuple[str, ...]) -> list[list[Any]]:
+    """The driver's own calls, in one process, as NVIDIA's cuda-checkpoint makes them: [call, result, value, seconds] each."""
+    if SIMULATED:
+        return lab_simulated.calls(pid, names)
+    p = subprocess.run([sys.executable, "-c", DRIVER_CALLS, str(pid), *names], capture_output=True, text=True, timeout=300, check=True)
+    return json.loads(p.stdout)
 
 
 def gpuckpt(*args: object, timeout: float = 300) -> tuple[int, dict[str, Any], float]:
@@ -197,6 +241,43 @@ class Target:
         self.p.wait(20)
 
 
+def callers(call: str = "") -> list[psutil.Process]:
+    """The processes in which commands of this script make driver calls: all, or those of one *call*. Nobody else's: they may be killed."""
+    names = {f"gpuckpt-{c}"[:15] for c in ([call] if call else ("lock", "checkpoint", "restore", "unlock", "store", "drop", "load"))}
+    return [p for p in psutil.process_iter(["name"]) if p.info["name"] in names and _ours(p)]
+
+
+def _ours(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("GPUCKPT_LAB") == MARK
+    except psutil.Error:
+        return False
+
+
+FILLER = """
+import ctypes, sys
+l = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); free = ctypes.c_size_t(); total = ctypes.c_size_t(); p = ctypes.c_void_p()
+assert l.cuInit(0) == 0 and l.cuDevicePrimaryCtxRetain(ctypes.byref(c), int(sys.argv[1])) == 0 and l.cuCtxSetCurrent(c) == 0
+assert l.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
+n = free.value - (512 << 20)
+assert l.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(n)) == 0
+assert l.cuMemsetD32_v2(p, 0xDEADBEEF, ctypes.c_size_t(n // 4)) == 0 and l.cuCtxSynchronize() == 0
+print(n >> 20)
+"""
+
+
+def fill(index: int = 0) -> int:
+    """Another process takes all but 512 MiB of a GPU, writes to all of it, and ends. Returns its MiB."""
+    if SIMULATED:
+        free = free_mib(index)
+        other = Target((free - 700) / 1024, "plain", index)
+        taken = free - free_mib(index)
+        other.end()
+        return taken
+    done = subprocess.run([sys.executable, "-c", FILLER, str(index)], capture_output=True, text=True, timeout=60, check=True)
+    return int(done.stdout)
+
+
 def wait_for(condition: Any, seconds: float) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -220,11 +301,26 @@ def state(pid: int) -> str:
         return "HUNG"
 
 
+#: Two-sided 95 % of Student's t, by degrees of freedom.
+_T = [12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13]
+
+
+def fit(xs: list[float], ys: list[float]) -> dict[str, float] | None:
+    """The least squares line: fixed + slope x, each with its 95 % half-width. None where there are no three points to judge by."""
+    n = len(xs)
+    if n < 3 or len(set(xs)) < 2:
+        return None
+    mean_x, mean_y = sum(xs) / n, sum(ys) / n
+    sxx = sum((x - mean_x) ** 2 for x in xs)
+    b = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sxx
+    rest = sum((y - mean_y - b * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True)) / (n - 2)
+    t = _T[n - 3] if n - 3 < len(_T) else 2.0
+    fixed_pm = t * (rest * (1 / n + mean_x**2 / sxx)) ** 0.5
+    found = {"fixed": mean_y - b * mean_x, "fixed_plus_minus": fixed_pm, "slope": b, "slope_plus_minus": t * (rest / sxx) ** 0.5}
+    return {**{k: round(v, 5) for k, v in found.items()}, "points": n}
+
+
 def slope(values: list[float]) -> dict[str, float]:
     """Least squares slope per step and its 95 % half-width."""
-    n = len(values)
-    mean_x, mean_y = (n - 1) / 2, sum(values) / n
-    sxx = sum((i - mean_x) ** 2 for i in range(n))
-    b = sum((i - mean_x) * (v - mean_y) for i, v in enumerate(values)) / sxx
-    rest = sum((v - mean_y - b * (i - mean_x)) ** 2 for i, v in enumerate(values))
-    return {"per_step": round(b, 4), "plus_minus": round(2.1 * (rest / max(1, n - 2) / sxx) ** 0.5, 4)}
+    found = fit([float(i) for i in range(len(values))], values) or {"slope": 0.0, "slope_plus_minus": float("inf")}
+    return {"per_step": round(found["slope"], 4), "plus_minus": round(found["slope_plus_minus"], 4)}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import sys
+import time
 
 import torch
 
@@ -15,12 +17,29 @@ generator = torch.Generator(device="cuda")
 generator.manual_seed(7)
 left = int(gib * (1 << 30)) // 4
 chunks = []
-while left > 0:
-    n = min(left, 1 << 28)
-    chunks.append(torch.randint(0, 2**31 - 1, (n,), device="cuda", dtype=torch.int32, generator=generator))
-    left -= n
+saver, region = None, contextlib.nullcontext()
+if mode.startswith("saver"):  # what torch_memory_saver can move: what is allocated in its region
+    from torch_memory_saver import torch_memory_saver as saver
+
+    saver.hook_mode = "torch"
+    region = saver.region(enable_cpu_backup=True)
+with region:
+    while left > 0:
+        n = min(left, 1 << 28)
+        chunks.append(torch.randint(0, 2**31 - 1, (n,), device="cuda", dtype=torch.int32, generator=generator))
+        left -= n
 graphs, outputs, streams, keep = [], [], [torch.cuda.Stream() for _ in range(4)], []
-if mode in ("full", "graphs"):
+if mode.startswith("graphs="):  # so many, of ten nodes each
+    y = torch.randn(1024, device="cuda", generator=generator)
+    for _ in range(int(mode.partition("=")[2])):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=graphs[0].pool() if graphs else None):
+            z = y
+            for _ in range(10):
+                z = torch.sin(z)
+        graphs.append(graph)
+        outputs.append(z)
+if mode in ("full", "graphs", "saver"):
     x = torch.randn(64, 1024, device="cuda", generator=generator)
     ws = [torch.randn(1024, 1024, device="cuda", generator=generator) / 32 for _ in range(32)]
     with torch.cuda.stream(streams[0]):
@@ -64,7 +83,7 @@ def check() -> dict[str, object]:
         graph.replay()
         torch.cuda.synchronize()
         replay = (replay * 31 + int(y.view(torch.int32).to(torch.int64).sum().item())) % (1 << 61)
-    if graphs:
+    if graphs and keep:
         replay = (replay + int(keep[0].sum().item()) + int(keep[0].cuda().sum().item())) % (1 << 61)
     return {"pid": os.getpid(), "sum": total, "replay": replay}
 
@@ -78,6 +97,11 @@ for line in sys.stdin:
             for _ in range(int(n)):
                 b = a @ a
             print(json.dumps({"busy": n}), flush=True)
+        case ["pause" | "resume" as what]:
+            begun = time.perf_counter()
+            getattr(saver, what)()
+            torch.cuda.synchronize()
+            print(json.dumps({"seconds": time.perf_counter() - begun}), flush=True)
         case ["free_all"]:
             chunks.clear()
             torch.cuda.empty_cache()

@@ -1,0 +1,124 @@
+"""Ways to take a torch process off its GPU and bring it back, in turn, in one run. usage: LIMIT_S=300 comparison.py [GIB] [ROUNDS]
+
+* ``driver``: the four calls, one after the other in one process, as NVIDIA's cuda-checkpoint makes them (the time inside the calls, without that process's start);
+  and ``cuda-checkpoint``, the whole command, where it is on PATH
+* ``gpuckpt``: the whole command, and ``gpuckpt exec``: the same on a process that has the preload library
+* ``torch_memory_saver``, where it is installed: pause and resume, called by the program itself, of what it allocated in a region with a backup in host memory
+
+Each has a process of its own of the same making: GIB of random numbers on four streams, pinned memory, 64 CUDA graphs of 200 nodes. The first round counts apart. Who "survives" is
+asked after each round: the sum of all memory, the replays of all graphs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lab import SIMULATED, Results, Rounds, Target, calls, gpuckpt, limit, used_mib
+
+from gpuckpt.image import preload
+
+gib, rounds_wanted = float(sys.argv[1]) if len(sys.argv) > 1 else 16, int(sys.argv[2]) if len(sys.argv) > 2 else 4
+
+
+def driver(t: Target, down: bool) -> tuple[float, Any]:
+    made = calls(t.pid, ("Lock", "Checkpoint") if down else ("Restore", "Unlock"))
+    return sum(c[3] for c in made), [c[1] for c in made if c[1] != "CUDA_SUCCESS"]
+
+
+def cuda_checkpoint(t: Target, _: bool) -> tuple[float, Any]:
+    begun = time.perf_counter()
+    done = subprocess.run(["cuda-checkpoint", "--toggle", "--pid", str(t.pid)], capture_output=True, text=True, timeout=200)
+    return time.perf_counter() - begun, done.stderr.strip() if done.returncode else []
+
+
+def ours(t: Target, down: bool) -> tuple[float, Any]:
+    _, document, wall = gpuckpt("suspend" if down else "resume", t.pid)
+    return wall, document.get("error") or []
+
+
+def saver(t: Target, down: bool) -> tuple[float, Any]:
+    answer = t.ask("pause" if down else "resume")
+    return answer.get("seconds", 0.0), [] if "seconds" in answer else [answer]
+
+
+#: name -> how it is done, and how its process is started
+TOOLS: dict[str, tuple[Callable[[Target, bool], tuple[float, Any]], str, dict[str, str]]] = {
+    "driver": (driver, "full", {}),
+    "gpuckpt": (ours, "full", {}),
+    "gpuckpt exec": (ours, "full", dict(preload.environment())),
+}
+if shutil.which("cuda-checkpoint") and not SIMULATED:
+    TOOLS["cuda-checkpoint"] = (cuda_checkpoint, "full", {})
+if importlib.util.find_spec("torch_memory_saver") and not SIMULATED:
+    TOOLS["torch_memory_saver"] = (saver, "saver", {})
+
+
+def turn(name: str, t: Target) -> dict[str, Any]:
+    """One suspend and one resume by *name*. The other processes stay on the GPU: what is left is counted against what it held."""
+    how = TOOLS[name][0]
+    running_mib, rss = used_mib(), t.rss_mib()
+    down_s, down_error = how(t, True)
+    row: dict[str, Any] = {"suspend_s": round(down_s, 4), "suspend_error": down_error, "freed_mib": running_mib - used_mib(), "host_mib": t.rss_mib() - rss}
+    up_s, up_error = how(t, False)
+    row |= {"resume_s": round(up_s, 4), "resume_error": up_error, "same": t.same(), "rss_grew_mib": t.rss_mib() - rss}
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """First and later times of each, what each left of what its process held, and the host memory that it took."""
+    found = {}
+    for name in dict.fromkeys(x["tool"] for x in rows):
+        mine = [x for x in rows if x["tool"] == name]
+        later = mine[1:] or mine
+        median = {k: round(statistics.median(x[k] for x in later), 3) for k in ("suspend_s", "resume_s", "host_mib")}
+        found[name] = {
+            **{f"first_{k}": mine[0][k] for k in ("suspend_s", "resume_s")},
+            **{f"later_{k}": median[k] for k in ("suspend_s", "resume_s")},
+            "held_mib": mine[0]["held_mib"],
+            "left_mib": max(0, *(x["held_mib"] - x["freed_mib"] for x in mine)),
+            "host_mib": median["host_mib"],
+            "same": sum(x["same"] for x in mine),
+            "rounds": len(mine),
+        }
+    return found
+
+
+r, rounds = Results("comparison"), Rounds()
+limit(r, 590)
+r.note("gib", gib)
+r.note("not_there", [n for n in ("cuda-checkpoint", "torch_memory_saver") if n not in TOOLS])
+targets: dict[str, Target] = {}
+held: dict[str, int] = {}
+rows: list[dict[str, Any]] = []
+try:
+    for name, (_, mode, env) in TOOLS.items():
+        before = used_mib()
+        try:
+            targets[name] = Target(gib, mode, env=env)
+        except KeyError:  # it ended before it had said who it is
+            r.check(f"{name}: its process came up", False)
+            continue
+        held[name] = used_mib() - before
+    for i in range(rounds_wanted):
+        if not rounds.another():
+            break
+        begun = time.monotonic()
+        for name, t in targets.items():
+            rows.append({"tool": name, "round": i, "held_mib": held[name], **turn(name, t)})
+            r.note("rows", rows)
+            print(rows[-1], flush=True)
+        rounds.took(time.monotonic() - begun)
+    r.note("summary", summary(rows))
+    for name, found in r.document["summary"].items():
+        r.check(f"{name}: same answers after every round", found["same"] == found["rounds"], found)
+finally:
+    for t in targets.values():
+        t.end()
+r.finish()

@@ -1,0 +1,31 @@
+"""Charts of results that are not there yet can be drawn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+DRAW = """
+from charts import comparison, growth
+from drawing import ticks
+rows = [{"axis": a, "value": v, "cycle": c, "gib_on_gpu": v + 0.6, "suspend_wall_s": 0.3 + v / 100, "resume_wall_s": 0.2}
+        for a in ("gib", "graphs") for v in (0, 5, 90) for c in (0, 1, 2)]
+print(growth({"machine": {}, "rows": rows}).replace("\\n", " "))
+tool = {"later_suspend_s": 8.6, "later_resume_s": 0.0, "left_mib": 0}
+print(comparison({"machine": {}, "gib": 16.0, "summary": {"driver": tool, "gpuckpt": tool}}).replace("\\n", " "))
+assert list(ticks(8.6)) == [0, 5, 10, 15, 20] and ticks(0.019)[-1] == 0.02, ticks(8.6)
+"""
+
+
+def test_growth_and_comparison() -> None:
+    drawn = subprocess.run(
+        [sys.executable, "-B", "-c", DRAW], cwd=BENCHMARKS, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    growth, comparison = (ET.fromstring(words) for words in drawn)
+    words = ["".join(picture.itertext()) for picture in (growth, comparison)]
+    assert "not measured" in words[0]  # of processes there is no row
+    assert "suspend 90.6: 1.20 s" in words[0]
+    assert "8.60 s" in words[1]
