@@ -47,7 +47,7 @@ class Kept:
         path = seen.get("path", paths.DRIVER)
         made = {"path": path, **{k: seen.get(k) for k in ("why", "populate_s", "threads", "huge_pages", "copied_bytes", "copy_threads")}}
         seconds = next((s.seconds_by_pid.get(process.pid) for s in walk.steps if s.name == Call.CHECKPOINT), None)
-        estimate = None if walk.world.simulated else paths.other(path, nbytes, seconds)
+        estimate = None if walk.world.simulated else paths.other(path, nbytes, seconds, shared=(seen.get("copy_threads") or 0) > 1)
         made |= {"estimate": estimate and estimate.as_dict(), "in": where, "bytes": nbytes}
         return cls(0 if on_disk else nbytes, nbytes if on_disk else 0, made)
 

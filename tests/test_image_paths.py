@@ -31,6 +31,7 @@ def test_the_other_path() -> None:
     longer = paths.other("preload", 16 * GIB, 4.0)
     assert longer is not None
     assert (longer.path, longer.low_s < 10 < longer.high_s) == ("driver", True)
+    assert paths.other("preload", 16 * GIB, 2.0, shared=True) is None, "the ratios are of a library that populated only"
     assert paths.other("driver", GIB, 1.0) is None, "mostly fixed cost"
     assert paths.other("driver", 16 * GIB, None) is None, "suspended by another command"
 
@@ -61,8 +62,11 @@ def test_a_report_tells_the_path_why_and_what_the_other_would_have_taken(
     assert p.image["estimate"] == {"path": "preload", "low_s": 0.39, "high_s": 0.44, "source": paths.SOURCE}
     show(report)
     said = capsys.readouterr().out
-    assert "by the driver alone: no preload library in pid 1000 (estimate with the preload library: about 0.4-0.4 s of checkpoint" in said
-    report = suspended(monkeypatch, path="preload")
+    assert (
+        "by the driver alone: no preload library in pid 1000 (estimate with the preload library, at most: about 0.4-0.4 s of checkpoint"
+        in said
+    )
+    report = suspended(monkeypatch, path="preload", copy_threads=1)
     show(report)
     assert "with the preload library (estimate without: about 2.3-2.5 s of checkpoint" in capsys.readouterr().out
 
