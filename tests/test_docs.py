@@ -70,7 +70,8 @@ def test_figures_are_those_of_the_result_files(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_picture_of_two_models_needs_no_result_to_be_tried() -> None:
+def test_the_picture_of_two_models_needs_no_result_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     draw = runpy.run_path(str(ROOT / "benchmarks/pictures.py"))["two_models"]
     seen = {"a": 118000, "b": 119000, "card": 143155}
     document = {
@@ -90,7 +91,8 @@ def test_the_picture_of_a_run_is_of_these_commands_and_says_that_it_is_simulated
         assert word in words
 
 
-def test_the_timeline_by_rank_has_a_bar_for_each_step_of_each_rank() -> None:
+def test_the_timeline_by_rank_has_a_bar_for_each_step_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     pictures = runpy.run_path(str(ROOT / "benchmarks/pictures.py"))
     document = json.loads((ROOT / "benchmarks/results/vllm_tp2.json").read_text())
     for row in document["cycles"]:
