@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,12 +11,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuckpt.model import State
 from gpuckpt.supervisor.keeper import descendants
-from tests.conftest import COMMAND, eventually
+from gpuckpt.supervisor.operate import Worker
+from tests.conftest import COMMAND, Machine, eventually
 from tests.serving import Serving, Stage, alive, stage
 
 __all__ = ["stage"]
@@ -229,6 +232,22 @@ def test_what_stands_ready_for_the_resume_may_die(stage: Stage) -> None:
     ready = eventually(lambda: operations(run), "something stands ready")
     run.process.kill()
     eventually(lambda: not any(alive(p) for p in ready), "it ends with its supervisor")
+
+
+def test_a_worker_can_be_asked_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a resume is that had others make room first."""
+    monkeypatch.setenv("GPUCKPT_SIMULATE", str(machine.world.path))
+
+    async def body() -> list[Any]:
+        worker, found = Worker(), []
+        for _ in range(2):
+            found.append((await worker.run("gpus")).details["gpus"])
+            await worker.finish()
+        await worker.finish()
+        return found
+
+    first, second = asyncio.run(asyncio.wait_for(body(), 20))
+    assert first == second != []
 
 
 def operations(run: Serving) -> list[int]:

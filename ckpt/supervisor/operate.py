@@ -92,9 +92,10 @@ class Worker:
         return b""
 
     async def finish(self) -> None:
-        """Let go of the GPUs. Called once, however it ended."""
-        if self.process is not None:
-            await dismiss(self.process)
+        """Let go of the GPUs, however it ended. It can run another after that."""
+        process, self.process = self.process, None
+        if process is not None:
+            await dismiss(process)
 
     def interrupt(self) -> None:
         """Ask it to go back to where things were."""
