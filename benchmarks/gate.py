@@ -33,9 +33,10 @@ HERE = Path(__file__).parent
 QUICK = "quick" in sys.argv[1:]
 FIRST = "first" in sys.argv[1:]
 SERVICE_S = 0.020
-RATE = 100.0  # requests a second
+RATES = (100.0, 1000.0, 2500.0)  # requests a second; and half of what the gate can do
+BREATH_S = 1.0  # between two blocks, for others
 BLOCK_S = 2.0 if QUICK else 3.0
-BLOCKS = 3 if QUICK else 20
+BLOCKS = 3 if QUICK else 12
 CAPACITY_S = 2.0
 STREAMS, TOKENS, TOKEN_S = 64, 60 if QUICK else 200, 0.020
 MEMORY_REQUESTS = 5_000 if QUICK else 100_000
@@ -176,27 +177,30 @@ def undisturbed(supervisor: int) -> Iterator[None]:
 async def measure(direct: Connections, gate: Connections, supervisor: int) -> dict[str, object]:
     sides = {"direct": direct, "gate": gate}
     for each in sides.values():
-        await open_loop(each, RATE, 1.0)
+        await open_loop(each, RATES[0], 1.0)
 
     with undisturbed(supervisor):
         capacity = {name: round(await closed_loop(each, CAPACITY_S)) for name, each in sides.items()}
-    half = capacity["gate"] / 2
     found: dict[str, object] = {"capacity_per_second": capacity}
-    for label, rate in (("at_a_low_rate", RATE), ("at_half_the_capacity_of_the_gate", half)):
+    rows: list[dict[str, object]] = []
+    for rate in sorted({*RATES, capacity["gate"] / 2}):
         taken: dict[str, list[list[float]]] = {name: [] for name in sides}
         for _ in range(BLOCKS):
             with undisturbed(supervisor):
                 for name, each in sides.items():
-                    taken[name].append(await open_loop(each, rate, BLOCK_S if rate == RATE else BLOCK_S / 2))
-        row: dict[str, object] = {"rate_per_second": round(rate), "service_ms": SERVICE_S * 1e3, "requests": sum(map(len, taken["gate"]))}
+                    taken[name].append(await open_loop(each, rate, BLOCK_S if rate == RATES[0] else BLOCK_S / 2))
+            await asyncio.sleep(BREATH_S if FIRST else 0)
+        row: dict[str, object] = {"rate_per_second": round(rate), "half_of_the_capacity": rate not in RATES}
+        row |= {"service_ms": SERVICE_S * 1e3, "requests": sum(map(len, taken["gate"]))}
         for name, share in (("p50", 0.5), ("p99", 0.99)):
             by_block = {side: [percentile(b, share) for b in blocks] for side, blocks in taken.items()}
             row[f"{name}_ms"] = {side: round(statistics.median(v), 3) for side, v in by_block.items()}
             more = [g - d for g, d in zip(by_block["gate"], by_block["direct"], strict=True)]
             row[f"added_{name}_ms"] = round(statistics.median(more), 3)
             row[f"added_{name}_ms_of_each_block"] = [round(m, 3) for m in more]
-        found[label] = row
-        print(label, row, flush=True)
+        rows.append(row)
+        print(row, flush=True)
+    found["rates"] = rows
 
     spent: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(1 if QUICK else 3):
