@@ -84,6 +84,20 @@ class Group(Walk):
                     pid=m.id.pid,
                 )
 
+    def give_up_the_bereft(self) -> None:
+        """Mark as lost whoever shares a communicator with a process that ended: it could only wait for it, inside NCCL and on its GPU."""
+        assert self.record is not None
+        gone = [m for m in self.record.members if self.now[m.id] is State.GONE]
+        if not gone or self.barrier.several:
+            return
+        alive = [m for m in self.record.members if m.agent and self.now[m.id] in plan.DEPTH and self.now[m.id] is not State.RUNNING]
+        bereft = ranks.bereft(self.world.ranks(m.id for m in alive))
+        for m in alive:
+            if m.id.pid in bereft and not m.lost:
+                ended = ", ".join(f"pid {g.id} ({g.name})" for g in gone)
+                why = f"pid {m.id} ({m.name}) cannot go on: {bereft[m.id.pid]} while it was suspended ({ended}); it stays as it is"
+                self.record = self.record.with_member(m.id, lost=why)
+
     def inspect(self, targets: Sequence[int], tree: bool) -> Inventory:
         with self.step("inspect"):
             inventory = self.inspected(targets, tree=tree)

@@ -156,12 +156,7 @@ class LocalWorld:
         if not self.simulated:
             found += hazards.mps(procs.values())
         needed, room, short = self._host_room(list(going.values()))
-        ranks = tuple(
-            Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", ""))
-            for pid in sorted(members)
-            if pid in hellos
-            for c in hellos[pid].communicators
-        )
+        ranks = _ranks_of({pid: hello for pid, hello in hellos.items() if pid in members})
         warnings = (*map(void_words, void), *self.journal.unreadable(), *advice(ranks))
         outside = beside.outsiders(
             ranks, self.agents, lambda: [procs[p] for p in self.devices.loaded(list(procs)) if p != self.me.pid], near, self.describe
@@ -270,6 +265,10 @@ class LocalWorld:
             cls = errors.by_code().get(outcome.result[8:], errors.GpuckptError)
             raise cls(outcome.message, hint="gpuckpt doctor")
         return outcome.state or State.UNKNOWN
+
+    def ranks(self, processes_: Iterable[ProcessId]) -> tuple[Rank, ...]:
+        hellos = self.agents.hellos(p for p in processes_ if processes.is_same(p) and not self.stopped(p))
+        return _ranks_of({p.pid: hello for p, hello in hellos.items()})
 
     def stopped(self, process: ProcessId) -> bool:
         proc = processes.read(process.pid)
@@ -391,6 +390,10 @@ class LocalWorld:
             )
         tightest = min((r for r, _ in rooms.values()), key=lambda r: r.available_bytes, default=None)
         return needed, tightest, short
+
+
+def _ranks_of(hellos: Mapping[int, Hello]) -> tuple[Rank, ...]:
+    return tuple(Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", "")) for pid in sorted(hellos) for c in hellos[pid].communicators)
 
 
 def _ranks(hello: Hello | None) -> list[int] | None:

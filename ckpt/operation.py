@@ -121,6 +121,7 @@ class Operation(Reporting):
             part = self.part_in(record.found)
             self.record = record
             self.look()
+            self.give_up_the_bereft()
             self.refuse_unanswered()
             self.world.journal.prepare()
             done = all(s in (State.RUNNING, State.GONE) for s in self.now.values())
@@ -152,6 +153,8 @@ class Operation(Reporting):
             if self.record is None or self.timeless(self.record) != self.timeless(record):
                 return None
             self.look()
+            self.give_up_the_bereft()
+            record = self.record
             goal = plan.recovery_goal(record.status, record.found, self.now, self.along)
             self.refuse_unanswered()
             if record.membership is not None and plan.needs_other_hosts(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Gpu, Inventory, Outcome, ProcessId, State
+from gpuckpt.model import Call, Gpu, Inventory, Outcome, ProcessId, Rank, State
 
 
 class Pending(Protocol):
@@ -63,6 +63,10 @@ class World(Protocol):
 
     def states(self, processes: Iterable[ProcessId]) -> dict[ProcessId, State]:
         """The driver's word on each, within a short deadline: ``BLOCKED`` where it does not answer, ``GONE`` for the dead."""
+        ...
+
+    def ranks(self, processes: Iterable[ProcessId]) -> tuple[Rank, ...]:
+        """What the agents of *processes* say of their communicators, suspended ones too; nothing of those that do not answer."""
         ...
 
     def stopped(self, process: ProcessId) -> bool: ...

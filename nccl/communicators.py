@@ -9,11 +9,13 @@ works from torch 2.9 on, lets the GIL go while ranks wait for one another, and i
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +28,8 @@ from gpuckpt.nccl import library as nccl
 from gpuckpt.nccl.library import Library
 
 _SOCKET = re.compile(r"@tmp/nccl-socket-\d+-\w+")
+PYNCCL = "vllm.distributed.device_communicators.pynccl"
+WEIGHTS = "vllm.distributed.weight_transfer.nccl_common"  # imported where weights come from a trainer
 REGISTER = "gpuckpt.nccl.communicators.register(POINTER, LIBRARY_PATH, name=NAME) in every rank"
 
 
@@ -120,6 +124,9 @@ def listing(modules: Mapping[str, Any] | None = None, sockets: int | None = None
     with _lock:
         candidates = list(_registered.values())
     candidates += [*_torch(modules, hazards), *_vllm(modules, hazards)]
+    held = own_sockets() if sockets is None else sockets
+    if WEIGHTS in modules or held > len({c.pointer for c in candidates}):
+        candidates += _vllm_without_a_group(modules, {c.pointer for c in candidates}, hazards)
     found: dict[tuple[str, int], Communicator] = {}
     alone = {}
     for c in sorted(candidates, key=lambda c: (c.source, c.name)):
@@ -137,7 +144,6 @@ def listing(modules: Mapping[str, Any] | None = None, sockets: int | None = None
         else:
             alone[key] = f"{c.source}:{c.name}"
     known = len(found) + len(alone)
-    held = own_sockets() if sockets is None else sockets
     if held > known:
         message = (
             f"this process holds {held} sockets of NCCL communicators, and gpuckpt reaches {known}: perhaps torch made some for a pair "
@@ -253,18 +259,39 @@ def _vllm(modules: Mapping[str, Any], hazards: list[Hazard]) -> Iterator[_Candid
     """PyNccl of each of vLLM's groups, also where it is switched off for the moment: it is alive all the same."""
     for name, group in vllm_groups(modules):
         pynccl = getattr(getattr(group, "device_communicator", None), "pynccl_comm", None)
-        comm = getattr(pynccl, "comm", None)
-        if comm is None:
-            continue
-        pointer = int(getattr(comm, "value", comm) or 0)
-        dll = getattr(getattr(pynccl, "nccl", None), "lib", None)
-        if not pointer:
-            continue
-        if dll is None:
-            hazards.append(_hazard(f"vLLM's group {name} does not tell which NCCL it calls", REGISTER))
-            continue
-        # vLLM sends a small all-reduce through each when it makes it
-        yield _Candidate("vllm", name, pointer, partial(nccl.of, dll), True, pynccl)
+        if pynccl is not None and _pointer(pynccl):
+            yield from _pynccl(name, pynccl, hazards)
+
+
+def _vllm_without_a_group(modules: Mapping[str, Any], known: Collection[int], hazards: list[Hazard]) -> Iterator[_Candidate]:
+    """PyNccl communicators beside the *known* ones: those by which a trainer sends weights. All objects of the process are walked for them.
+
+    Their name is made of the unique id that NCCL gave rank 0, which vLLM passes on to all.
+    """
+    cls = getattr(modules.get(PYNCCL), "PyNcclCommunicator", None)
+    if not isinstance(cls, type):
+        return
+    for o in gc.get_objects():
+        if issubclass(type(o), cls) and (pointer := _pointer(o)) and pointer not in known:
+            unique = getattr(o, "unique_id", None)
+            if unique is None:
+                hazards.append(_hazard("a communicator of vLLM's does not tell its unique id", REGISTER))
+                continue
+            yield from _pynccl(f"pynccl-{hashlib.sha256(bytes(unique)).hexdigest()[:12]}", o, hazards)
+
+
+def _pointer(pynccl: Any) -> int:
+    """Its ``ncclComm_t``; 0 if it has none, or none any more."""
+    comm = getattr(pynccl, "comm", None)
+    return int(getattr(comm, "value", comm) or 0) if getattr(pynccl, "available", True) else 0
+
+
+def _pynccl(name: str, pynccl: Any, hazards: list[Hazard]) -> Iterator[_Candidate]:
+    dll = getattr(getattr(pynccl, "nccl", None), "lib", None)
+    if dll is None:
+        hazards.append(_hazard(f"vLLM's group {name} does not tell which NCCL it calls", REGISTER))
+    else:  # vLLM sends a small all-reduce through each when it makes it
+        yield _Candidate("vllm", name, _pointer(pynccl), partial(nccl.of, dll), True, pynccl)
 
 
 def vllm_groups(modules: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from gpuckpt import errors
 from gpuckpt.agent.protocol import TOGETHER
 from gpuckpt.driver.api import CallError
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, Inventory, Outcome, ProcessId, State
+from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, Inventory, Outcome, ProcessId, Rank, State
 from tests.memory_agents import AgentCall
 from tests.memory_machine import PLAIN, Claim, DriverCall, Fault, Machine
 
@@ -144,6 +144,9 @@ class MemoryWorld:
     def states(self, processes: Iterable[ProcessId]) -> dict[ProcessId, State]:
         self.point("states")
         return self._states(list(processes))
+
+    def ranks(self, processes: Iterable[ProcessId]) -> tuple[Rank, ...]:
+        return ()  # here nobody waits for a peer that ended
 
     def stopped(self, process: ProcessId) -> bool:
         self.point("stopped")

@@ -21,8 +21,9 @@ from gpuckpt.agent.client import Agents, Hello, Link
 from gpuckpt.agent.server import Agent
 from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.inspect import processes
+from gpuckpt.inspect import ranks as ranks_of
 from gpuckpt.local import LocalWorld
-from gpuckpt.model import Call, ProcessId, State
+from gpuckpt.model import Call, ProcessId, Rank, State
 from tests.conftest import eventually
 
 if TYPE_CHECKING:
@@ -284,9 +285,33 @@ def test_a_rank_that_dies_while_suspended(machine4: Machine) -> None:
     assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
     ranks[2].kill()
     result = machine4.gpuckpt("resume", ranks[0].pid, "--timeout", "2s")
-    assert result.code == 3  # the others cannot meet without it
+    assert (result.code, result.error["code"]) == (3, "lost")
+    assert f"rank 2 of its communicator tp (rank 0 of 4) ended while it was suspended (pid {ranks[2].pid} (" in result.error["message"]
+    assert states(machine4, [r for r in ranks if r is not ranks[2]]) == {State.CHECKPOINTED}, "on their GPUs they could only wait for it"
     named = {p["pid"]: p["state"] for p in result.document["processes"]}
     assert named[ranks[2].pid] == "gone"
+
+
+def test_who_shares_no_communicator_with_the_dead_comes_back(machine4: Machine) -> None:
+    pair = machine4.job(*(("--gpu", str(r), "--nccl-socket", "--agent", "tp", str(r), "2") for r in range(2)))
+    (other,) = machine4.job(("--gpu", "2", "--agent", "own", "0", "1"))
+    assert machine4.gpuckpt("suspend", pair[0].pid, other.pid).code == 0
+    pair[1].kill()
+    result = machine4.gpuckpt("resume", other.pid)
+    assert (result.code, result.error["code"], result.error["pid"]) == (3, "lost", pair[0].pid)
+    assert result.states == {pair[0].pid: "lost", pair[1].pid: "gone", other.pid: "running"}
+    assert other.unharmed()
+    assert machine4.gpuckpt("recover").document["recovered"] == []
+    status = machine4.gpuckpt("status", pair[0].pid).document["processes"]
+    assert {p["pid"]: p["state"] for p in status}[pair[0].pid] == "lost"
+
+
+def test_the_bereft() -> None:
+    """Engines of one name: if one loses a rank nobody can tell whose peer it was."""
+    tp = [Rank(10 + r, "tp", r, 2) for r in range(2)]
+    assert ranks_of.bereft(tp) == {}
+    assert set(ranks_of.bereft([*tp, Rank(10, "dp", 0, 3), Rank(11, "dp", 2, 3)])) == {10, 11}
+    assert ranks_of.bereft([*tp, Rank(20, "tp", 0, 2)]) == {}
 
 
 def test_no_room_for_one_rank_restores_none(machine4: Machine) -> None:

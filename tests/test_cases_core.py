@@ -180,7 +180,8 @@ def test_one_rank_alone(machine: Machine) -> None:
 def test_a_communicator_that_reaches_outside_of_the_group() -> None:
     """Case 42, huggingface/trl#6797, sgl-project/sglang#4096: a trainer is in a communicator of the server for its weights.
 
-    What is not in the group shows by its rank alone: nothing tells its pid from here.
+    Where nobody knows more, what is not in the group shows by its rank alone; with pid and host, and the way to take it along:
+    ``test_agent_along.py``.
     """
     server = [Rank(w, "tp", w, 2) for w in (0, 1)] + [Rank(w, "weights", w, 3) for w in (0, 1)]
     (outside,) = ranks.hazards({"": server})

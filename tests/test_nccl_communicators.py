@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from collections.abc import Callable
@@ -113,6 +114,35 @@ out = told(listing(vllm_modules(groups), 3))
     assert out["all"] == [["vllm:ep:0", 0, 8, 0, "2.29.7", True], ["vllm:tp:0", 1, 2, 1, "2.30.7", True]]
     assert out["alone"] == ["vllm:one:0"]
     assert out["hazards"] == []
+
+
+def test_vllm_s_communicators_of_no_group(run: Run) -> None:
+    """Case 42: a trainer sends weights to vLLM's workers through a communicator of no group. It has the same name on all its ranks."""
+    out = run("""
+class PyNcclCommunicator:
+    def __init__(self, pointer, unique, available=True):
+        self.comm, self.nccl, self.available, self.unique_id = ctypes.c_void_p(pointer), SimpleNamespace(lib=new), available, unique
+class Unique(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+def unique(n):
+    return Unique((ctypes.c_byte * 128)(*[n] * 128))
+pynccl_module = ModuleType("pynccl")
+pynccl_module.PyNcclCommunicator = PyNcclCommunicator
+tp = create(new, "tp", rank=1, size=2)
+group = PyNcclCommunicator(tp, unique(1))
+weights = PyNcclCommunicator(create(new, "weights", rank=2, size=3), unique(2))
+ended = PyNcclCommunicator(4096, unique(3), available=False)
+modules = vllm_modules({"tp:0": SimpleNamespace(pynccl_comm=group), "old:0": SimpleNamespace(pynccl_comm=ended)})
+modules["vllm.distributed.device_communicators.pynccl"] = pynccl_module
+out = [told(listing(modules, 1)), told(listing(modules, 2))]
+modules["vllm.distributed.weight_transfer.nccl_common"] = ModuleType("nccl_common")
+out.append(told(listing(modules, 0)))
+""")
+    name = f"vllm:pynccl-{hashlib.sha256(bytes([2] * 128)).hexdigest()[:12]}"
+    tp = ["vllm:tp:0", 1, 2, 0, "2.30.7", True]
+    assert out[0]["all"] == [tp], "nobody looks where every socket is explained"
+    assert out[1]["all"] == out[2]["all"] == [[name, 2, 3, 0, "2.30.7", True], tp]
+    assert [o["hazards"] for o in out] == [[], [], []]
 
 
 def test_vllm_that_does_not_tell_its_library(run: Run) -> None:

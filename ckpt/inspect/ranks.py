@@ -64,6 +64,18 @@ def _cure(several: bool, elsewhere: Sequence[Outsider]) -> str:
     )
 
 
+def bereft(ranks: Sequence[Rank]) -> dict[int, str]:
+    """Of the *ranks* that are left of a group, whose peers have ended: pid -> which, in words. Of several communicators of one name, as
+    data-parallel engines have, nobody knows whose peer it was."""
+    found = {}
+    for (name, size), parts in sorted(_by_communicator({"": ranks}).items()):
+        here, seen = parts[""], {r.rank for r in parts[""]}
+        if len(seen) == len(here) < size:
+            missing = [r for r in range(size) if r not in seen]
+            found.update({r.pid: f"rank {_listed(missing)} of its communicator {name} (rank {r.rank} of {size}) ended" for r in here})
+    return found
+
+
 def advice(ranks: Sequence[Rank]) -> list[str]:
     """What is known to go wrong with an NCCL that can suspend: one line for each version."""
     if not ranks:

@@ -47,6 +47,7 @@ def checks_of_nccl(root: Path) -> dict[str, bool]:
     pynccl = _Source(root / "distributed/device_communicators/pynccl.py")
     wrapper = _Source(root / "distributed/device_communicators/pynccl_wrapper.py")
     cuda = _Source(root / "distributed/device_communicators/cuda_communicator.py")
+    weights = _Source(root / "distributed/weight_transfer/nccl_common.py")
     base = _Source(root / "v1/worker/worker_base.py")
     state = _Source(root / "distributed/parallel_state.py")
     return {
@@ -54,6 +55,9 @@ def checks_of_nccl(root: Path) -> dict[str, bool]:
         "group.device_communicator": "self.device_communicator" in state.text,
         "device_communicator.pynccl_comm": "self.pynccl_comm" in cuda.text,
         "pynccl_comm.comm and .nccl": "self.comm:" in pynccl.text and "self.nccl = " in pynccl.text,
+        "pynccl_comm.available, and .unique_id that rank 0 passes on": "self.available = " in pynccl.text
+        and "self.unique_id = group.broadcast_obj(self.unique_id" in pynccl.text,
+        "weights of a trainer come through a PyNcclCommunicator": "return PyNcclCommunicator(" in weights.text,
         "nccl.lib is the ctypes library": "self.lib = " in wrapper.text,
         "custom all-reduce, symmetric memory, FlashInfer: ca_comm, symm_mem_comm, fi_ar_comm": all(
             f"self.{name}:" in cuda.text for name in ("ca_comm", "symm_mem_comm", "fi_ar_comm")
