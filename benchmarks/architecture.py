@@ -50,7 +50,7 @@ def architecture() -> str:
         64,
         "image, in its own host memory",
         "one private mapping; with the preload library",
-        "in huge pages, filled by 16 threads",
+        "in huge pages, filled and copied by several threads",
         css="inner",
     )
     parts += frame(506, 422, 338, 58, "GPU", "memory, contexts, graphs: 0 MiB when it is done")
