@@ -1,0 +1,74 @@
+/* What the parts of the pool's library share. */
+#ifndef GPUCKPT_POOL_H
+#define GPUCKPT_POOL_H
+
+#include "_driver.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+
+#if !defined(__linux__) || !defined(__LP64__)
+#error "for Linux on 64 bits, as CUDA is"
+#endif
+
+#define TAGS 16
+#define DEVICES 64
+#define MOST_THREADS 16
+#define HUGE ((size_t)2 << 20)
+
+/* Where the content of a block is. */
+enum where { ON_GPU, ON_HOST, DISCARDED };
+
+/* What became of a call. Read by gpuckpt/pool/allocator.py, which has the same numbers. */
+enum failure {
+    DONE,
+    NO_DRIVER,      /* no libcuda, or it lacks a function, which `call` names */
+    FORKED,         /* a forked child: its parent's GPU memory is not there */
+    NO_HOST_MEMORY,
+    NO_GPU_MEMORY,
+    DRIVER_FAILED,  /* `call` gave `result` */
+    LEAVING,        /* the process is ending */
+};
+
+struct block {
+    struct block *next; /* in its chain of the table */
+    cu_address address; /* which never changes */
+    size_t nbytes;
+    int device;
+    unsigned tag;
+    cu_handle handle; /* 0 unless a cuMemRelease failed: then it is released, or used again, by the next call */
+    char *host;       /* its copy in host memory, kept while awake too; NULL: none */
+    uint8_t where;
+    bool mapped, accessible; /* both with ON_GPU; else only where undoing failed */
+    bool busy;               /* a sleep or wake has it: nobody else changes it */
+    bool doomed;             /* freed meanwhile */
+    bool dead;               /* freed, but it could not be unmapped yet */
+    bool touched;            /* all pages of the host copy are there */
+    bool stuck;              /* some of the host copy may be registered still: unregistering failed */
+};
+
+/* What a sleep or wake did. Read by allocator.py. */
+struct moved {
+    uint64_t copied, discarded, unchanged; /* bytes */
+    uint64_t by_tag[TAGS];
+    uint64_t sync_ns, host_ns, print_ns, map_ns, copy_ns, unmap_ns;
+    uint64_t pageable; /* bytes of `copied` that could not be registered, and went the slow way */
+    int32_t failure, result;
+    int32_t device;
+    uint32_t blocks;
+    uint64_t wanted; /* bytes that could not be had */
+    char call[48];
+};
+
+uint64_t now_ns(void);
+bool enter(int device); /* its context is current on this thread until leave() */
+void leave(void);
+bool failed(struct moved *moved, enum failure failure, const char *call, cu_result result, const struct block *block); /* always false */
+
+/* _copy.c */
+bool host_copy(struct block *block); /* has one when it returns true; the pages need not be there yet */
+void drop_host_copy(struct block *block);
+bool copy_blocks(struct block **blocks, size_t count, bool down, struct moved *moved);
+extern _Atomic bool leaving;
+
+#endif

@@ -1,0 +1,411 @@
+"""The pool on a GPU: how fast tags leave and come back, what is left meanwhile, whether the answers stay the same. usage: pool.py [GIB]
+
+One torch process with weights, kv_cache and runtime tags and CUDA graphs. Beside each other in one run: the pinned copy (the limit), first and
+later sleeps, changed and unchanged data, the ways to copy; then `gpuckpt suspend` of it while it sleeps, and while it is awake.
+Ends by itself within 150 s at 24 GiB; each part reports its own failure, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from typing import Any
+
+LIMIT_S = 145.0
+MIB = 1 << 20
+
+
+# The process that is put to sleep: answers lines on stdin.
+
+
+def target(gib: float) -> None:
+    import torch
+
+    import gpuckpt.pool as pool
+
+    torch.cuda.set_device(0)
+    generator = torch.Generator(device="cuda")
+
+    def ints(nbytes: float, seed: int) -> list[Any]:
+        generator.manual_seed(seed)
+        left, made = int(nbytes) // 4, []
+        while left > 0:
+            n = min(left, 1 << 27)
+            made.append(torch.randint(0, 2**31 - 1, (n,), device="cuda", dtype=torch.int32, generator=generator))
+            left -= n
+        return made
+
+    total = gib * (1 << 30)
+    with pool.tag("weights"):
+        weights = ints(total * 0.65, 1)
+        generator.manual_seed(2)
+        layers = [torch.randn(1024, 1024, device="cuda", generator=generator) / 32 for _ in range(16)]
+    with pool.tag("kv_cache"):
+        cache = ints(total * 0.25, 3)
+    with pool.tag("runtime"):
+        runtime = ints(total * 0.1, 4)
+        x = torch.randn(64, 1024, device="cuda", generator=generator)
+    with pool.tag("cudagraph"):
+        constant = torch.randn(64, 1024, device="cuda", generator=generator)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.relu(x @ layers[0])
+    torch.cuda.synchronize()
+    graphs, outputs = [], []
+    for i in range(16):
+        graph = torch.cuda.CUDAGraph()
+        with pool.cuda_graph(graph):
+            y = x
+            for k in range(50):
+                y = torch.relu(y @ layers[(i + k) % 16]) + constant
+        graphs.append(graph)
+        outputs.append(y)
+    flipped = False
+
+    def weigh(tensors: list[Any]) -> int:
+        """Depends on each word and its place."""
+        found = 0
+        for t in tensors:
+            for at in range(0, t.numel(), 1 << 25):
+                part = t[at : at + (1 << 25)].to(torch.int64)
+                places = torch.arange(1, part.numel() + 1, device="cuda", dtype=torch.int64)
+                found = (found * 1000003 + int((part * places).sum().item())) % (1 << 61)
+        return found
+
+    def check() -> dict[str, Any]:
+        sums = {"weights": weigh(weights), "runtime": weigh(runtime)}
+        replay = 0
+        for graph, y in zip(graphs, outputs, strict=True):
+            graph.replay()
+            torch.cuda.synchronize()
+            replay = (replay * 31 + int(y.view(torch.int32).to(torch.int64).sum().item())) % (1 << 61)
+        return {"pid": os.getpid(), "sum": sums, "replay": replay, "flipped": flipped}
+
+    def timed(call: Any) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        moved = call()
+        seconds = time.perf_counter() - begun
+        words = {k: getattr(moved, k) for k in ("bytes_copied", "bytes_discarded", "bytes_unchanged", "bytes_pageable", "tags")}
+        phases = {k: round(v, 5) for k, v in moved.phases.items()}
+        return {"seconds": round(seconds, 5), **words, "phases": phases, "gib_s": round(moved.bytes_copied / (1 << 30) / seconds, 2)}
+
+    def limit() -> dict[str, float]:
+        """The pinned copy, each way, GiB/s."""
+        host = torch.empty(2 << 30, dtype=torch.uint8, pin_memory=True)
+        device = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+        found = {}
+        for name, to, source in (("down", host, device), ("up", device, host)):
+            to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            for _ in range(4):
+                to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            found[name] = round(8 / (time.perf_counter() - begun), 2)
+        del host, device
+        torch._C._host_emptyCache()
+        torch.cuda.empty_cache()
+        return found
+
+    def act(words: list[str]) -> Any:
+        nonlocal flipped
+        match words:
+            case ["check"]:
+                return check()
+            case ["limit"]:
+                return limit()
+            case ["sleep", level]:
+                return timed(lambda: pool.sleep(int(level)))
+            case ["wake", *tags]:
+                return timed(lambda: pool.wake(tags or None))
+            case ["flip"]:
+                for t in weights + runtime:
+                    t.bitwise_xor_(0x5A5A5A5A)
+                torch.cuda.synchronize()
+                flipped = not flipped
+                return {"flipped": flipped}
+            case ["flip_some"]:
+                weights[0][12345] ^= 1
+                torch.cuda.synchronize()
+                return {}
+            case ["reload"]:
+                generator.manual_seed(1)
+                for t in weights:
+                    t.random_(0, 2**31 - 1, generator=generator)
+                generator.manual_seed(2)
+                for layer in layers:
+                    layer.copy_(torch.randn(1024, 1024, device="cuda", generator=generator) / 32)
+                torch.cuda.synchronize()
+                return {}
+            case ["addresses"]:
+                return [t.data_ptr() for t in (*weights, *cache, *runtime, *layers, x, constant, *outputs)]
+            case ["stats"]:
+                return [[s.tag, s.bytes, s.where, s.host_bytes] for s in pool.stats()]
+            case ["blocks"]:
+                sizes = [r.nbytes for r in pool._tags.allocator.rows()]  # type: ignore[union-attr]
+                return {"count": len(sizes), "smallest": min(sizes), "largest": max(sizes)}
+            case ["trim"]:
+                return pool.trim()
+            case ["tune", *figures]:
+                pool._tags.allocator.tune(*map(int, figures))  # type: ignore[union-attr]
+                return {}
+        return {"error": f"no command {words}"}
+
+    print(json.dumps(check()), flush=True)
+    for line in sys.stdin:
+        try:
+            answer = act(line.split())
+        except Exception as error:  # reported, and the next command may still work
+            answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()[-1500:]}
+        print(json.dumps(answer), flush=True)
+
+
+if len(sys.argv) > 2 and sys.argv[1] == "--target":
+    target(float(sys.argv[2]))
+    sys.exit(0)
+
+
+from lab import Results, Target, gpuckpt, used_mib
+
+gib = float(sys.argv[1]) if len(sys.argv) > 1 else 24
+r = Results("pool")
+r.note("gib", gib)
+BEGUN = time.monotonic()
+summary: dict[str, Any] = {}
+
+
+def left_s() -> float:
+    return LIMIT_S - (time.monotonic() - BEGUN)
+
+
+class Late(Exception):
+    pass
+
+
+def out_of_time(*_: object) -> None:
+    raise Late(f"more than {LIMIT_S} s")
+
+
+signal.signal(signal.SIGALRM, out_of_time)
+signal.alarm(int(LIMIT_S))
+
+
+def part(name: str, needs_s: float = 5.0) -> Any:
+    """Run a function as a part: its failure is reported, and the rest goes on."""
+
+    def run(function: Any) -> None:
+        begun = time.monotonic()
+        if left_s() < needs_s:
+            r.check(f"{name}: ran", False, f"no time: {left_s():.0f} s left")
+            return
+        try:
+            function()
+        except Late as error:
+            r.check(f"{name}: ran", False, str(error))
+        except Exception as error:
+            r.check(f"{name}: ran", False, f"{type(error).__name__}: {error} {traceback.format_exc()[-600:]}")
+        r.note(f"seconds_{name}", round(time.monotonic() - begun, 2))
+
+    return run
+
+
+t = Target(program=[sys.executable, os.path.abspath(__file__), "--target", str(gib)])
+first = t.first
+r.check("the process starts", "sum" in first, first)
+if "sum" not in first:
+    r.finish()
+original = first["sum"], first["replay"]
+
+
+def ask(command: str, seconds: float = 60) -> Any:
+    t.send(command)
+    answer = t.read(max(1.0, min(seconds, left_s())))
+    if isinstance(answer, dict) and (answer.get("late") or answer.get("eof") or "error" in answer):
+        raise RuntimeError(f"{command}: {json.dumps(answer)[:1500]}")
+    return answer
+
+
+def same() -> bool:
+    """The answers are those of the start."""
+    answer = ask("check")
+    if answer["flipped"]:
+        ask("flip")
+        answer = ask("check")
+    return (answer["sum"], answer["replay"]) == original
+
+
+def median(rows: list[dict[str, Any]], key: str = "seconds") -> float:
+    return round(statistics.median(x[key] for x in rows), 4)
+
+
+def rates(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"seconds": median(rows), "gib_s": median(rows, "gib_s"), "phases": rows[len(rows) // 2]["phases"], "bytes": rows[0]["bytes_copied"]}
+
+
+awake_mib = used_mib()
+addresses = ask("addresses")
+r.note("awake_mib", awake_mib)
+r.note("blocks", ask("blocks"))
+
+
+@part("limit")
+def _() -> None:
+    summary["limit"] = ask("limit")
+    r.note("limit_gib_s", summary["limit"])
+
+
+@part("first")
+def _() -> None:
+    down = ask("sleep 1")
+    asleep = used_mib()
+    stats = ask("stats")
+    up = ask("wake")
+    r.note("first", {"down": down, "asleep_mib": asleep, "stats": stats, "up": up})
+    summary["first"] = {"down_s": down["seconds"], "down_gib_s": down["gib_s"], "up_s": up["seconds"], "up_gib_s": up["gib_s"], "asleep_mib": asleep}
+    r.check("first sleep and wake: same answers", same(), summary["first"])
+    r.check("same addresses", ask("addresses") == addresses)
+    pool_mib = sum(s[1] for s in stats) / MIB
+    r.check("asleep, the pool holds nothing on the GPU", awake_mib - asleep > pool_mib * 0.98, [awake_mib, asleep, round(pool_mib)])
+
+
+@part("ways")
+def _() -> None:
+    found = {}
+    for name, figures in {
+        "registered 16x32M": (0, 16, 32 * MIB, 0),
+        "registered 8x32M": (0, 8, 32 * MIB, 0),
+        "registered 4x32M": (0, 4, 32 * MIB, 0),
+        "registered 2x64M": (0, 2, 64 * MIB, 0),
+        "registered 16x8M": (0, 16, 8 * MIB, 0),
+        "registered 8x128M": (0, 8, 128 * MIB, 0),
+        "registered 4x512M": (0, 4, 512 * MIB, 0),
+        "staged 8x16M": (1, 8, 64 * MIB, 16 * MIB),
+        "staged 16x8M": (1, 16, 64 * MIB, 8 * MIB),
+        "staged 16x4M": (1, 16, 64 * MIB, 4 * MIB),
+    }.items():
+        ask("tune " + " ".join(map(str, figures)))
+        ask("flip")
+        rows = []
+        for _ in range(2):
+            down = ask("sleep 1")
+            up = ask("wake")
+            rows.append((down, up))
+            ask("flip")
+        found[name] = {"down": max(d["gib_s"] for d, _ in rows), "up": max(u["gib_s"] for _, u in rows), "phases": [rows[-1][0]["phases"], rows[-1][1]["phases"]]}
+        if left_s() < 80:
+            break
+    ask("tune 0 0 0 0")
+    r.note("ways", found)
+    summary["ways"] = {k: (v["down"], v["up"]) for k, v in found.items()}
+    r.check("every way to copy: same answers", same(), summary["ways"])
+
+
+@part("first_again", 10)
+def _() -> None:
+    rows = []
+    for _ in range(3):
+        ask("trim")
+        rows.append(ask("sleep 1"))
+        ask("wake")
+    r.note("first_again", rows)
+    summary["first_again"] = rates(rows)
+    r.check("sleeps after a trim: same answers", same(), summary["first_again"])
+
+
+@part("changed", 10)
+def _() -> None:
+    down, up, asleep = [], [], []
+    for _ in range(5):
+        ask("flip")
+        down.append(ask("sleep 1"))
+        asleep.append(used_mib())
+        up.append(ask("wake"))
+    r.note("changed", {"down": down, "up": up, "asleep_mib": asleep})
+    summary["changed"] = {"down": rates(down), "up": rates(up)}
+    r.check("later sleeps of changed data: same answers", same(), summary["changed"])
+    link = summary.get("limit", {})
+    for way, rows in (("down", down), ("up", up)):
+        share = median(rows, "gib_s") / link.get(way, float("inf"))
+        r.check(f"{way} at 0.85 of the link", share >= 0.85, round(share, 3))
+
+
+@part("unchanged", 10)
+def _() -> None:
+    rows, some = [], []
+    ask("sleep 1"), ask("wake")
+    for _ in range(5):
+        rows.append(ask("sleep 1"))
+        ask("wake")
+    r.note("unchanged", rows)
+    summary["unchanged"] = rates(rows)
+    for _ in range(2):
+        ask("flip_some")
+        some.append(ask("sleep 1"))
+        ask("wake")
+    r.note("one_word_changed", some)
+    summary["one_word_changed"] = {"seconds": [x["seconds"] for x in some], "bytes_copied": [x["bytes_copied"] for x in some]}
+    r.check("sleeps of unchanged data: same answers", same(), [summary["unchanged"], summary["one_word_changed"]])
+
+
+@part("level 2", 10)
+def _() -> None:
+    down = ask("sleep 2")
+    ask("wake weights")
+    ask("reload")
+    ask("wake kv_cache")
+    r.check("level 2, weights woken and loaded anew before the cache: same answers", same(), down["seconds"])
+    ask("sleep 2")
+    ask("wake kv_cache")
+    ask("wake weights")
+    ask("reload")
+    r.check("level 2, the other order: same answers", same())
+
+
+def suspend(words: str) -> dict[str, Any]:
+    code, down, wall = gpuckpt("suspend", t.pid, "--no-tree", "--accept-loss", "possible-import")
+    between = used_mib()
+    if code == 0:
+        back, up, up_wall = gpuckpt("resume", t.pid, "--no-tree")
+    else:
+        back, up, up_wall = code, {}, 0.0
+    steps = {s["name"]: s["seconds"] for s in [*down.get("steps", []), *up.get("steps", [])]}
+    found = {"suspend_s": down.get("seconds"), "resume_s": up.get("seconds"), "wall": [wall, up_wall], "mib": between, "steps": steps}
+    r.check(f"{words}: suspended and resumed, 0 MiB meanwhile", (code, back, between) == (0, 0, 0), [found, down.get("error"), up.get("error")])
+    return found
+
+
+@part("suspended asleep", 15)
+def _() -> None:
+    rows = []
+    for _ in range(3):
+        down = ask("sleep 1")
+        found = suspend("asleep")
+        up = ask("wake")
+        rows.append({**found, "sleep_s": down["seconds"], "wake_s": up["seconds"]})
+    r.note("suspended_asleep", rows)
+    keys = ("sleep_s", "suspend_s", "resume_s", "wake_s")
+    summary["suspended_asleep"] = {k: median(rows, k) for k in keys}
+    r.check("suspended while asleep: same answers", same(), summary["suspended_asleep"])
+
+
+@part("suspended awake", 30)
+def _() -> None:
+    ask("trim")
+    found = suspend("awake")
+    r.note("suspended_awake", found)
+    summary["suspended_awake"] = {k: found[k] for k in ("suspend_s", "resume_s")}
+    r.check("suspended while awake: same answers", same(), summary["suspended_awake"])
+
+
+signal.alarm(0)
+t.end()
+r.note("summary", summary)
+for key, value in summary.items():
+    print(f"{key}: {json.dumps(value)}")
+r.finish()
