@@ -8,6 +8,7 @@ import itertools
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from gpuckpt.pool import allocator
 from gpuckpt.pool.allocator import Allocator
 
 KIB = 1 << 10
-GRANULARITY = 64 * KIB
+GRANULARITY = 256 * KIB
 GARBAGE = 0xDB
-OUT_OF_MEMORY, UNKNOWN = 2, 999
+OUT_OF_MEMORY, NOT_PERMITTED, UNKNOWN = 2, 800, 999
 _numbers = itertools.count()
 _folder = tempfile.TemporaryDirectory(prefix="gpuckpt-pool-")
 
@@ -79,6 +80,37 @@ class Gpu:
         """The call that failed, "" if none has."""
         return self.fake.fake_failed().decode()
 
+    def fail_in(self, call: str, nth: int = 1, code: int = UNKNOWN) -> None:
+        """The *nth* *call* from now fails."""
+        self.fake.fake_fail_in(call.encode(), ctypes.c_long(nth), code)
+
+    def hook_at(self, nth: int, act: Callable[[], object]) -> list[str]:
+        """Let *act* run before the *nth* driver call from now, on the thread that makes it. Returns a list that has its name then."""
+        seen = itertools.count(1)
+        called: list[str] = []
+
+        def hook(name: bytes) -> None:
+            if next(seen) == nth:
+                called.append(name.decode())
+                act()
+
+        self._hook = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(hook)
+        self.fake.fake_hook(self._hook)
+        return called
+
+    def unhook(self) -> None:
+        self.fake.fake_hook(None)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held but mapped blocks."""
+        held = self.held
+        return (held.handles, held.registered, held.streams, held.pinned, held.contexts, held.memories) == (0, 0, 0, 0, 0, held.mapped)
+
+    @property
+    def nothing_held(self) -> bool:
+        return self.idle and (self.held.reserved, self.held.mapped, self.held.used) == (0, 0, (0, 0))
+
     def capacity(self, nbytes: int, device: int = 0) -> None:
         self.fake.fake_capacity(device, ctypes.c_size_t(nbytes))
 
@@ -98,5 +130,5 @@ def fake() -> Path:
     """The fake driver, compiled."""
     out = Path(_folder.name) / "libcuda_pool.so"
     source = Path(__file__).with_name("pool_libcuda.c")
-    subprocess.run(["gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", "-o", out, source], check=True)
+    subprocess.run(["gcc", "-std=c11", "-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", "-o", out, source], check=True)
     return out

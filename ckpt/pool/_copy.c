@@ -93,6 +93,7 @@ void drop_host_copy(struct block *block)
         for (size_t at = 0; at < block->nbytes; at += tuning.piece)
             cu.cuMemHostUnregister(block->host + at);
     munmap(block->host, block->nbytes);
+    drop_prints(block);
     block->host = NULL;
     block->touched = block->stuck = false;
 }
@@ -243,7 +244,8 @@ static void run(struct job *job)
         pthread_join(threads[i], NULL);
 }
 
-/* Copy the *blocks*, all of which have a host copy and are mapped. False: `moved` says why, and what arrived is not known. */
+/* Copy the *blocks*, all of which have a host copy and are mapped; down, only what is not there already. False: `moved` says why, and what
+ * arrived is not known. */
 bool copy_blocks(struct block **blocks, size_t count, bool down, struct moved *moved)
 {
     size_t most = 0;
@@ -257,8 +259,11 @@ bool copy_blocks(struct block **blocks, size_t count, bool down, struct moved *m
         struct job job = {.pieces = pieces, .device = device, .down = down, .moved = moved, .lock = PTHREAD_MUTEX_INITIALIZER};
         for (size_t i = 0; i < count; i++)
             for (size_t at = 0; blocks[i]->device == device && at < blocks[i]->nbytes; at += tuning.piece) {
-                size_t left = blocks[i]->nbytes - at;
-                pieces[job.count++] = (struct piece){blocks[i], at, left < tuning.piece ? left : tuning.piece};
+                size_t left = blocks[i]->nbytes - at, nbytes = left < tuning.piece ? left : tuning.piece;
+                if (down && unchanged(blocks[i], at, nbytes))
+                    moved->unchanged += nbytes;
+                else
+                    pieces[job.count++] = (struct piece){blocks[i], at, nbytes};
             }
         if (!job.count)
             continue;
@@ -268,7 +273,13 @@ bool copy_blocks(struct block **blocks, size_t count, bool down, struct moved *m
         done = !atomic_load(&job.stop);
     }
     free(pieces);
-    for (size_t i = 0; i < count && done && down; i++)
-        blocks[i]->touched = true;
+    for (size_t i = 0; i < count && down; i++) {
+        if (!done)
+            drop_prints(blocks[i]);
+        else {
+            blocks[i]->touched = true;
+            keep_prints(blocks[i]);
+        }
+    }
     return done;
 }

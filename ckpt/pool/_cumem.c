@@ -150,7 +150,12 @@ static bool map(struct block *block, struct moved *moved)
     if (!block->mapped) {
         if (!block->handle) {
             struct cu_allocation kind = kind_of(block->device);
-            if ((result = cu.cuMemCreate(&block->handle, block->nbytes, &kind, 0)) != CU_OK) {
+            result = cu.cuMemCreate(&block->handle, block->nbytes, &kind, 0);
+            if (kind.gpudirect && (result == CU_NOT_PERMITTED || result == CU_NOT_SUPPORTED)) { /* the card can, the machine cannot */
+                kind.gpudirect = gpus[block->device].gpudirect = false;
+                result = cu.cuMemCreate(&block->handle, block->nbytes, &kind, 0);
+            }
+            if (result != CU_OK) {
                 block->handle = 0;
                 return out_of_memory(moved, "cuMemCreate", result, block);
             }
@@ -223,6 +228,7 @@ static bool end(struct block *block)
 {
     bool done = false;
     drop_host_copy(block);
+    drop_prints(block);
     if (enter(block->device)) {
         /* torch frees what a kernel may still use, as with cudaFree, which waits. */
         if (!block->mapped || (!atomic_load(&captures) && cu.cuCtxSynchronize() == CU_OK))
@@ -442,6 +448,9 @@ static void sleep_blocks(struct block **blocks, size_t count, const uint8_t *act
             copies[to_copy++] = blocks[i];
         }
     moved->host_ns = since(&clock);
+    if (going)
+        print_blocks(copies, to_copy);
+    moved->print_ns = since(&clock);
     going = going && copy_blocks(copies, to_copy, true, moved);
     moved->copy_ns = since(&clock);
     free(copies);

@@ -21,6 +21,9 @@ enum {
     CU_VMM_SUPPORTED = 102,          /* attributes of a device */
     CU_GPUDIRECT_WITH_VMM = 110,
     CU_STREAM_NON_BLOCKING = 1,
+    CU_HOST_DEVICEMAP = 2,
+    CU_NOT_PERMITTED = 800,
+    CU_NOT_SUPPORTED = 801,
 };
 
 struct cu_place {
@@ -66,7 +69,10 @@ _Static_assert(sizeof(struct cu_allocation) == 32 && sizeof(struct cu_access) ==
     X(cuMemcpyHtoDAsync_v2, cu_address, const void *, size_t, cu_stream)                                                                     \
     X(cuStreamCreate, cu_stream *, unsigned)                                                                                                 \
     X(cuStreamDestroy_v2, cu_stream)                                                                                                         \
-    X(cuStreamSynchronize, cu_stream)
+    X(cuStreamSynchronize, cu_stream)                                                                                                        \
+    X(cuModuleLoadData, cu_module *, const void *)                                                                                           \
+    X(cuModuleGetFunction, cu_function *, cu_module, const char *)                                                                           \
+    X(cuLaunchKernel, cu_function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, cu_stream, void **, void **)
 
 struct driver {
 #define FIELD(name, ...) cu_result (*name)(__VA_ARGS__);

@@ -15,6 +15,7 @@
 #define DEVICES 64
 #define MOST_THREADS 16
 #define HUGE ((size_t)2 << 20)
+#define CHUNK ((size_t)256 << 10) /* what has a fingerprint */
 
 /* Where the content of a block is. */
 enum where { ON_GPU, ON_HOST, DISCARDED };
@@ -38,6 +39,8 @@ struct block {
     unsigned tag;
     cu_handle handle; /* 0 unless a cuMemRelease failed: then it is released, or used again, by the next call */
     char *host;       /* its copy in host memory, kept while awake too; NULL: none */
+    uint64_t *prints; /* two words a chunk: fingerprints of what is in the host copy; NULL: not known */
+    uint64_t *fresh;  /* of what is on the GPU, while it goes to sleep */
     uint8_t where;
     bool mapped, accessible; /* both with ON_GPU; else only where undoing failed */
     bool busy;               /* a sleep or wake has it: nobody else changes it */
@@ -70,5 +73,11 @@ bool host_copy(struct block *block); /* has one when it returns true; the pages 
 void drop_host_copy(struct block *block);
 bool copy_blocks(struct block **blocks, size_t count, bool down, struct moved *moved);
 extern _Atomic bool leaving;
+
+/* _fingerprint.c */
+void print_blocks(struct block **blocks, size_t count);
+void keep_prints(struct block *block); /* the fresh ones are those of the host copy now */
+void drop_prints(struct block *block);
+bool unchanged(const struct block *block, size_t offset, size_t nbytes);
 
 #endif

@@ -113,6 +113,42 @@ def target(gib: float) -> None:
         torch.cuda.empty_cache()
         return found
 
+    def fingerprint() -> dict[str, Any]:
+        """Whether the kernel computes what is defined, and how fast it is."""
+        import ctypes
+
+        from gpuckpt.pool.fingerprint import CHUNK_BYTES, Keys, fingerprints
+
+        assert pool._tags is not None
+        c = ctypes.CDLL(str(pool._tags.allocator.path))
+        keys = Keys(os.urandom(Keys.SIZE))
+
+        def printed(address: int, nbytes: int) -> list[tuple[int, int]]:
+            out = (ctypes.c_uint64 * (nbytes // CHUNK_BYTES * 2))()
+            assert c.gpuckpt_pool_fingerprint(ctypes.c_uint64(address), ctypes.c_size_t(nbytes), 0, None, out), "no fingerprint"
+            return list(zip(out[::2], out[1::2]))
+
+        rows = sorted((r.nbytes, r.address) for r in pool._tags.allocator.rows() if r.where == 0)
+        nbytes, address = rows[-1]
+        begun = time.perf_counter()
+        printed(address, nbytes)
+        first_s = time.perf_counter() - begun
+        begun = time.perf_counter()
+        printed(address, nbytes)
+        again_s = time.perf_counter() - begun
+        out = (ctypes.c_uint64 * 8)()
+        block = (torch.arange(4 * CHUNK_BYTES // 4, device="cuda", dtype=torch.int32) * 2654435761 % 2147483647).to(torch.int32)
+        torch.cuda.synchronize()
+        assert c.gpuckpt_pool_fingerprint(ctypes.c_uint64(block.data_ptr()), ctypes.c_size_t(4 * CHUNK_BYTES), 0, keys.random, out), "no fingerprint"
+        defined = fingerprints(bytes(block.cpu().numpy().tobytes()), keys)
+        return {
+            "as_defined": list(zip(out[::2], out[1::2])) == defined,
+            "first_s": round(first_s, 4),
+            "again_s": round(again_s, 5),
+            "gib": round(nbytes / (1 << 30), 2),
+            "gib_s": round(nbytes / (1 << 30) / again_s),
+        }
+
     def act(words: list[str]) -> Any:
         nonlocal flipped
         match words:
@@ -147,6 +183,8 @@ def target(gib: float) -> None:
                 return [t.data_ptr() for t in (*weights, *cache, *runtime, *layers, x, constant, *outputs)]
             case ["stats"]:
                 return [[s.tag, s.bytes, s.where, s.host_bytes] for s in pool.stats()]
+            case ["fingerprint"]:
+                return fingerprint()
             case ["blocks"]:
                 sizes = [r.nbytes for r in pool._tags.allocator.rows()]  # type: ignore[union-attr]
                 return {"count": len(sizes), "smallest": min(sizes), "largest": max(sizes)}
@@ -258,6 +296,14 @@ r.note("blocks", ask("blocks"))
 def _() -> None:
     summary["limit"] = ask("limit")
     r.note("limit_gib_s", summary["limit"])
+
+
+@part("fingerprint")
+def _() -> None:
+    found = ask("fingerprint")
+    r.note("fingerprint", found)
+    summary["fingerprint"] = found
+    r.check("the fingerprint kernel computes what is defined", found["as_defined"], found)
 
 
 @part("first")
