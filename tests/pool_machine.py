@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from gpuckpt.pool import allocator
 from gpuckpt.pool.allocator import Allocator
 
@@ -43,12 +41,11 @@ class Held:
 class Gpu:
     """The pool's library on two fake GPUs."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, driver: Path | None = None) -> None:
         built = allocator.library()
-        if built is None:
-            pytest.skip("the pool's library was not built")
+        assert built is not None, "the pool's library was not built"
         number = next(_numbers)  # the loader knows files by their inode
-        self.libcuda, self.library = (Path(shutil.copy(p, directory / f"{number}-{p.name}")) for p in (fake(), built))
+        self.libcuda, self.library = (Path(shutil.copy(p, directory / f"{number}-{p.name}")) for p in (driver or fake(), built))
         self.fake = ctypes.CDLL(str(self.libcuda))
         self.fake.fake_failed.restype = ctypes.c_char_p
         self.fake.fake_calls.restype = self.fake.fake_copied.restype = ctypes.c_long
