@@ -19,7 +19,9 @@ def digest() -> str:
 
 
 def main() -> None:
-    made = subprocess.run(["nvcc", "-ptx", "-arch=compute_75", "-O3", "-o", "/dev/stdout", SOURCE], check=True, capture_output=True, text=True).stdout
+    made = subprocess.run(
+        ["nvcc", "-ptx", "-arch=compute_75", "-O3", "-o", "/dev/stdout", SOURCE], check=True, capture_output=True, text=True
+    ).stdout
     made = re.sub(r"^\.version .*", ".version 7.0", made, flags=re.MULTILINE)
     lines = [" ".join(line.split()) for line in made.splitlines()]
     lines = [line for line in lines if line and not line.startswith("//")]

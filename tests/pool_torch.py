@@ -61,6 +61,7 @@ class Torch:
         self.device, self.synchronised, self.caches_emptied = 0, 0, 0
         self.pools: dict[int, Private] = {}
         self.routes: list[tuple[int, int, int]] = []  # (thread, device, pool), the outermost first
+        self.plain: list[Any] = []
         self.settings = {"expandable_segments": False}
         self.backend = "native"
         self.gpus = True
@@ -88,7 +89,8 @@ class Torch:
 
     def take(self, pool: Private | None, device: int, nbytes: int) -> int:
         if pool is None:
-            return ctypes.addressof(ctypes.create_string_buffer(nbytes))
+            self.plain.append(ctypes.create_string_buffer(nbytes))
+            return ctypes.addressof(self.plain[-1])
         if self.settings["expandable_segments"]:
             raise RuntimeError("MemPool doesn't currently support expandable_segments.")
         for cached in pool.unused:

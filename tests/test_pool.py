@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -256,7 +257,7 @@ def test_free_of_what_is_being_moved(gpu: Gpu) -> None:
     for at in range(1, 60):
         blocks = [filled(gpu, "weights") for _ in range(3)]
         gpu.pool.sleep(OFFLOAD) if at % 2 else None
-        called = gpu.hook_at(at // 2 + 1, lambda: gpu.free(blocks[1][0]))
+        called = gpu.hook_at(at // 2 + 1, partial(gpu.free, blocks[1][0]))
         gpu.pool.wake({"weights"}) if at % 2 else gpu.pool.sleep(OFFLOAD)
         gpu.unhook()
         gpu.pool.wake({"weights"})
@@ -269,10 +270,14 @@ def test_free_of_what_is_being_moved(gpu: Gpu) -> None:
 
 def test_allocations_during_a_sleep_stay_awake(gpu: Gpu) -> None:
     """At every driver call of it."""
+
+    def allocate(into: list[tuple[int, bytes]]) -> None:
+        into.append(filled(gpu, "weights"))
+
     for at in range(1, 30):
         first = filled(gpu, "weights")
-        made = []
-        gpu.hook_at(at, lambda: made.append(filled(gpu, "weights")))
+        made: list[tuple[int, bytes]] = []
+        gpu.hook_at(at, partial(allocate, made))
         gpu.pool.sleep(OFFLOAD)
         gpu.unhook()
         assert [gpu.read(a) == c for a, c in made] == [True] * len(made)

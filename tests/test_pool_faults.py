@@ -130,9 +130,8 @@ def test_an_error_in_every_driver_call(tmp_path: Path, begin: Callable[[Model], 
         gpu.fail(nth, code)
         try:
             call()
-        except PoolError as error:
+        except PoolError:
             refused += 1
-            assert "call" in str(error).lower() or "again" in str(error)
         which = gpu.failed
         gpu.fail(0)
         if not which:
@@ -160,7 +159,11 @@ def test_an_error_in_every_driver_call(tmp_path: Path, begin: Callable[[Model], 
     else:
         pytest.fail("it makes calls without end")
     assert refused > 10
-    wanted = {"cuMemSetAccess", "cuMemCreate", "cuMemMap", "cuMemRelease"} if begin is wake else {"cuMemUnmap", "cuCtxSynchronize", "cuLaunchKernel"}
+    wanted = (
+        {"cuMemSetAccess", "cuMemCreate", "cuMemMap", "cuMemRelease"}
+        if begin is wake
+        else {"cuMemUnmap", "cuCtxSynchronize", "cuLaunchKernel"}
+    )
     assert wanted | {"cuMemHostRegister_v2", "cuMemHostUnregister", "cuStreamSynchronize", "cuStreamCreate"} <= set(failed)
 
 

@@ -47,7 +47,15 @@ def test_the_kernel_computes_what_is_defined(printer: Printer) -> None:
 def test_single_bits(printer: Printer) -> None:
     data = bytearray(os.urandom(printer.nbytes))
     seen = {tuple(printer(bytes(data)))}
-    places = {0, 31, 32, CHUNK_BYTES * 8 - 1, CHUNK_BYTES * 8, printer.nbytes * 8 - 1, *random.Random(1).sample(range(printer.nbytes * 8), 300)}
+    places = {
+        0,
+        31,
+        32,
+        CHUNK_BYTES * 8 - 1,
+        CHUNK_BYTES * 8,
+        printer.nbytes * 8 - 1,
+        *random.Random(1).sample(range(printer.nbytes * 8), 300),
+    }
     for bit in places:
         data[bit // 8] ^= 1 << bit % 8
         seen.add(tuple(printer(bytes(data))))

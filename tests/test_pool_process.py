@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -145,4 +144,3 @@ def test_what_the_driver_lacks_is_named(tmp_path: Path) -> None:
             """,
         )
         assert f"the pool needs {words}, which is not there" in done.stdout, done.stderr
-        assert not os.path.exists("core")

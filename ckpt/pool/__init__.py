@@ -36,6 +36,7 @@ __all__ = [
     "asleep",
     "copy_",
     "cuda_graph",
+    "drop_graphs",
     "problem",
     "sleep",
     "stats",
@@ -138,6 +139,17 @@ def trim() -> int:
     with _tags.still("trim"):
         _tags.let_go()
         return _tags.allocator.trim()
+
+
+def drop_graphs() -> None:
+    """Free the memory of graphs that are gone, so that captures begin afresh and a recapture takes no more than the first one did.
+
+    Raises:
+        PoolError: graphs hold it, and how many; or it is asleep. Nothing has changed.
+    """
+    if _tags is not None:
+        with _tags.still("drop graphs"):
+            _tags.drop_graphs()
 
 
 def stats() -> tuple[TagStats, ...]:

@@ -186,10 +186,15 @@ class Tags:
                 _let_die(pool)
         self._torch.cuda.empty_cache()
 
-    def graphs_in(self, device: int) -> int:
-        """How many graphs hold the graph pool of *device*."""
-        pool = self._pools.get((CUDAGRAPH, device))
-        return 0 if pool is None else int(pool.use_count()) - 1
+    def drop_graphs(self) -> None:
+        """Let go of the graph pools, for captures to begin afresh. Raises :class:`PoolError` while graphs hold one, or it is asleep."""
+        if CUDAGRAPH in self.asleep():
+            raise PoolError("the memory of graphs is asleep: wake it first")
+        for (name, device), pool in self._pools.items():
+            if name == CUDAGRAPH and (graphs := pool.use_count() - 1):
+                holders = f"{graphs} graphs hold" if graphs > 1 else "1 graph holds"
+                raise PoolError(f"{holders} the graph pool of GPU {device}: call reset() of each, or delete it, and call again")
+        self.let_go()
 
 
 def _keep_for_ever(thing: object) -> None:
