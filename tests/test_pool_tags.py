@@ -373,7 +373,13 @@ def test_off_means_plain_torch(gpu: Gpu, torch: Torch, monkeypatch: pytest.Monke
 
 
 def test_importing_it_imports_no_torch_and_leaves_the_environment_alone() -> None:
-    code = "import os; e = dict(os.environ); import sys, gpuckpt.pool as p; p.sleep(), p.wake(); print('torch' in sys.modules, e == os.environ)"
+    code = """if True:
+        import os, sys
+        before = dict(os.environ)
+        import gpuckpt.pool as pool
+        pool.sleep(), pool.wake(), pool.stats()
+        print("torch" in sys.modules, before == dict(os.environ))
+    """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "True"]
 
 

@@ -186,8 +186,8 @@ class Allocator:
         if room is not None and wanted + _MARGIN_BYTES > room.available_bytes:
             raise NoHostMemory(
                 f"pid {os.getpid()}: a sleep takes {wanted / _GIB:.2f} GiB of host memory more, and there are "
-                f"{room.available_bytes / _GIB:.2f} GiB ({room.limit}). Everything is awake, as it was. Discard more tags, or give memory back, "
-                "and call again"
+                f"{room.available_bytes / _GIB:.2f} GiB ({room.limit}). Everything is awake, as it was. Discard more tags, "
+                "or give memory back, and call again"
             )
 
     def _move(self, call: ctypes._NamedFuncPointer, tags: ctypes.Array[ctypes.c_uint8], verb: str) -> Moved:

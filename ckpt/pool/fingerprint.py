@@ -9,8 +9,8 @@ places t, t + 256, t + 512, … are stream t, 64 places long.
    block of memory, and all products are summed modulo 2^61 - 1; that twice, with keys of its own. The sums of different words agree with a
    probability of at most 2^-60 each.
 
-So a chunk that has changed, by whatever amount and pattern, is taken for unchanged with a probability of at most 2^-120 + 2^-128; any one of
-the 2^18 chunks of 64 GiB is, in one sleep, with less than 2^-101. This holds for data that was made without knowledge of the keys, as far as
+So a chunk that has changed, by whatever amount and pattern, is taken for unchanged with a probability of at most 2^-120 + 2^-128; any one
+of the 2^18 chunks of 64 GiB is, in one sleep, with less than 2^-101. This holds for data made without knowledge of the keys, as far as
 SplitMix64 under a random key, from which the numbers of step 2 come, cannot be told from random. The keys are from getrandom(2), once a
 process, and leave it in no other way than as arguments of the kernel.
 """
