@@ -372,6 +372,51 @@ def test_off_means_plain_torch(gpu: Gpu, torch: Torch, monkeypatch: pytest.Monke
     assert not pool.active()
 
 
+@pytest.mark.parametrize(("said", "then"), [(None, "0"), ("0", "0"), ("1", "1")])
+def test_nccl_does_not_register_the_memory_of_graphs(
+    torch: Torch, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, said: str | None, then: str
+) -> None:
+    """Unless it is told to, explicitly: that is kept, with a warning."""
+    monkeypatch.setattr(pool, "_tags", None)
+    monkeypatch.setattr(pool, "Allocator", lambda _: gpu.pool)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if said is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", said)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pool.tag("weights")
+        pool.tag("weights")
+    assert os.environ["NCCL_GRAPH_REGISTER"] == then
+    assert ["NCCL_GRAPH_REGISTER=1 is kept" in str(w.message) for w in seen] == [True] * (said == "1")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", then)  # so that it is undone
+
+
+def test_ranks_that_sleep_by_calls_of_their_own_meet_before_and_after(gpu: Gpu, torch: Torch) -> None:
+    """One that fails, too, or the others would wait for it."""
+    kept, met = under(torch, "weights"), []
+    pool.sleep(barrier=lambda: met.append(where()["weights"]))
+    pool.wake(barrier=lambda: met.append(where()["weights"]))
+    assert met == ["gpu", "host", "host", "gpu"]
+    gpu.fail_in("cuMemUnmap")
+    with pytest.raises(PoolError, match="cuMemUnmap on GPU 0 failed with CUDA error 999 during sleep"):
+        pool.sleep(barrier=lambda: met.append(where()["weights"]))
+    assert met[4:] == ["gpu", "gpu"]
+    assert kept.nbytes
+
+
+def test_work_that_failed_before_a_sleep(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = under(torch, "weights")
+
+    def fail(_: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.module.cuda, "synchronize", fail)
+    with pytest.raises(PoolError, match="everything is as it was: CUDA error: an illegal memory access"):
+        pool.sleep()
+    assert where() == {"weights": "gpu"}
+    assert kept.nbytes
+
+
 def test_importing_it_imports_no_torch_and_leaves_the_environment_alone() -> None:
     code = """if True:
         import os, sys

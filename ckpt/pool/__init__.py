@@ -21,10 +21,10 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt.pool.allocator import Allocator, Moved, NoGpuMemory, NoHostMemory, PoolError, TagStats, library
-from gpuckpt.pool.tags import CUDAGRAPH, NAMES, VARIABLE, Tags, problem, warn_once
+from gpuckpt.pool.tags import CUDAGRAPH, NAMES, VARIABLE, Tags, keep_nccl_off_graph_memory, problem, warn_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
     "Moved",
@@ -81,12 +81,19 @@ def cuda_graph(graph: Any, **options: Any) -> Iterator[None]:
         yield
 
 
-def sleep(level: int = 1, *, offload: Iterable[str] | None = None, discard: Iterable[str] | None = None) -> Moved:
+def sleep(
+    level: int = 1,
+    *,
+    offload: Iterable[str] | None = None,
+    discard: Iterable[str] | None = None,
+    barrier: Callable[[], object] | None = None,
+) -> Moved:
     """Synchronise, and take the memory of all tags off the GPU.
 
     Level 1 drops the content of "kv_cache", level 2 that of "weights" too; all else goes to host memory. *offload* and *discard* decide
     otherwise for the tags that they name. What sleeps already stays as it is. Before it, every block is awake or asleep; after it, whether
-    it returned or raised, too, and it can be called again.
+    it returned or raised, too, and it can be called again. *barrier* is for ranks that sleep together by calls of their own, and may read
+    each other's memory: it is called before anything is unmapped, and when all is (``torch.distributed.barrier``).
 
     Raises:
         ValueError: an unknown level or tag, or "cudagraph" or "runtime" to be discarded.
@@ -110,13 +117,14 @@ def sleep(level: int = 1, *, offload: Iterable[str] | None = None, discard: Iter
         return Moved(0.0, 0, 0, 0)
     with tags.still("sleep"):
         tags.settle()
-        return tags.allocator.sleep({t: a for t, a in actions.items() if t in tags.allocator.tags})
+        with _between(barrier):
+            return tags.allocator.sleep({t: a for t, a in actions.items() if t in tags.allocator.tags})
 
 
-def wake(tags: Iterable[str] | None = None) -> Moved:
+def wake(tags: Iterable[str] | None = None, *, barrier: Callable[[], object] | None = None) -> Moved:
     """Bring the memory of *tags* back (None: of all), and with it that of every tag that is neither "weights" nor "kv_cache".
 
-    The content of what was discarded is undefined. Tags that are awake stay so.
+    The content of what was discarded is undefined. Tags that are awake stay so. *barrier* as for :func:`sleep`.
 
     Raises:
         ValueError: an unknown tag.
@@ -127,7 +135,7 @@ def wake(tags: Iterable[str] | None = None) -> Moved:
     _refuse_unknown(wanted)
     if _tags is None:
         return Moved(0.0, 0, 0, 0)
-    with _tags.still("wake"):
+    with _tags.still("wake"), _between(barrier):
         return _tags.allocator.wake(wanted)
 
 
@@ -198,11 +206,24 @@ def _ready() -> Tags | None:
             if not why and path is not None:
                 try:
                     _tags = Tags(Allocator(path))
+                    keep_nccl_off_graph_memory()
                 except PoolError as error:
                     why = str(error)
             if why:
                 warn_once(why)
         return _tags
+
+
+@contextlib.contextmanager
+def _between(barrier: Callable[[], object] | None) -> Iterator[None]:
+    """Met before and after, by a rank that fails as well: the others wait for it."""
+    if barrier is not None:
+        barrier()
+    try:
+        yield
+    finally:
+        if barrier is not None:
+            barrier()
 
 
 def _known() -> tuple[str, ...]:

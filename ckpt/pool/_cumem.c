@@ -278,25 +278,18 @@ static void *allocate(unsigned tag, ptrdiff_t size, int device)
     if (!block)
         return NULL;
     *block = (struct block){.nbytes = nbytes, .device = device, .tag = tag, .where = ON_GPU};
-    if (!enter(device)) {
-        free(block);
+    bool reserved = false, done = false;
+    if (enter(device)) {
+        reserved = cu.cuMemAddressReserve(&block->address, nbytes, 0, 0, 0) == CU_OK;
+        done = reserved && map(block, &moved);
+        leave();
+    }
+    if (!done) { /* torch empties its cache and tries again, or says that memory is out */
+        if (reserved)
+            end(block);
+        else
+            free(block);
         return NULL;
-    }
-    bool done = false;
-    if (cu.cuMemAddressReserve(&block->address, nbytes, 0, 0, 0) == CU_OK) {
-        done = map(block, &moved);
-        if (!done && !unmap(block, NULL)) { /* half made, and it stays so: a dead one */
-            leave();
-            bury(block);
-            return NULL;
-        }
-        if (!done)
-            cu.cuMemAddressFree(block->address, nbytes);
-    }
-    leave();
-    if (!done) {
-        free(block);
-        return NULL; /* torch empties its cache and tries again, or says that memory is out */
     }
     insert(block);
     return (void *)(uintptr_t)block->address;

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "GPUCKPT_POOL"  # "0": tags do nothing
 CUDAGRAPH = "cudagraph"
+NCCL_GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
 NAMES = re.compile(r"[a-z_]+")
 
 
@@ -173,10 +174,12 @@ class Tags:
 
     def settle(self) -> None:
         """All GPU work is done, and what torch does not use is freed."""
-        torch = self._torch
-        for device in sorted({device for _, device in self._pools}):
-            torch.cuda.synchronize(device)
-        self.let_go()
+        try:
+            for device in sorted({device for _, device in self._pools}):
+                self._torch.cuda.synchronize(device)
+            self.let_go()
+        except RuntimeError as error:  # of work that had failed before, or in a forked child
+            raise PoolError(f"pid {os.getpid()}: the GPU's work could not be waited for, and everything is as it was: {error}") from error
 
     def let_go(self) -> None:
         """Let torch free what it holds of our pools and does not use: now, and later when more of it is freed."""
@@ -203,6 +206,15 @@ def _keep_for_ever(thing: object) -> None:
 
 def _let_die(thing: object) -> None:
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(thing))
+
+
+def keep_nccl_off_graph_memory() -> None:
+    """NCCL would register the buffers of graphs with its peers, who would then hold what goes to sleep. It reads this when it makes its
+    first communicator."""
+    said = os.environ.setdefault(NCCL_GRAPH_REGISTER, "0")
+    if said != "0":
+        words = f"{NCCL_GRAPH_REGISTER}={said} is kept, but peers that have mapped the memory of graphs hold it while it sleeps: unset it"
+        warnings.warn(words, RuntimeWarning, stacklevel=4)
 
 
 _warned = threading.Event()
