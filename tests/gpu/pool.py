@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import time
 import traceback
@@ -205,8 +206,60 @@ def target(gib: float) -> None:
         print(json.dumps(answer), flush=True)
 
 
+def ending(how: str) -> None:
+    """A small process with a live graph that ends, or errs, while it sleeps."""
+    import torch
+
+    import gpuckpt.pool as pool
+
+    with pool.tag("weights"):
+        weights = torch.ones(1 << 24, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pool.cuda_graph(graph):
+        y = weights * 2
+    graph.replay()
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"replay": float(y.sum().item())}
+    if how == "flags":
+        from cuda.bindings import driver as cu
+
+        error, handle = cu.cuMemRetainAllocationHandle(weights.data_ptr())
+        error2, properties = cu.cuMemGetAllocationPropertiesFromHandle(handle)
+        found |= {"errors": [str(error), str(error2)], "gpudirect": int(properties.allocFlags.gpuDirectRDMACapable)}
+        cu.cuMemRelease(handle)
+        error, fd = cu.cuMemGetHandleForAddressRange(
+            weights.data_ptr(), 2 << 20, cu.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0
+        )
+        found["dma_buf"] = str(error)
+    pool.sleep()
+    if how == "write":
+        try:
+            pool.copy_(weights, y)
+        except pool.PoolError as error:
+            found["ours"] = str(error)
+        try:
+            weights.copy_(torch.zeros(1 << 24, device="cuda"))
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            found["plain_torch"] = str(error).splitlines()[0]
+    print(json.dumps(found), flush=True)
+    match how:
+        case "exit":
+            sys.exit(7)
+        case "_exit":
+            os._exit(3)
+        case "exception":
+            raise ValueError("on purpose")
+        case "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+            signal.pause()
+
+
 if len(sys.argv) > 2 and sys.argv[1] == "--target":
     target(float(sys.argv[2]))
+    sys.exit(0)
+if len(sys.argv) > 2 and sys.argv[1] == "--ending":
+    ending(sys.argv[2])
     sys.exit(0)
 
 
@@ -448,6 +501,27 @@ def _() -> None:
     r.note("suspended_awake", found)
     summary["suspended_awake"] = {k: found[k] for k in ("suspend_s", "resume_s")}
     r.check("suspended while awake: same answers", same(), summary["suspended_awake"])
+
+
+@part("ends asleep", 25)
+def _() -> None:
+    """Cases 49, 51 and 52."""
+    wanted = {"exit": 7, "_exit": 3, "exception": 1, "sigterm": -signal.SIGTERM, "write": None, "flags": 0}
+    words = {how: [sys.executable, os.path.abspath(__file__), "--ending", how] for how in wanted}
+    started = {how: subprocess.Popen(w, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for how, w in words.items()}
+    found = {}
+    for how, process in started.items():
+        try:
+            out, err = process.communicate(timeout=max(1.0, min(60.0, left_s())))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        found[how] = {"code": process.returncode, "said": out[-600:], "errors": err[-400:]}
+    r.note("ends_asleep", found)
+    codes = {how: f["code"] for how, f in found.items()}
+    r.check("what ends while it sleeps ends as it would have", all(codes[h] == c for h, c in wanted.items() if c is not None), codes)
+    r.check("a write into sleeping memory: ours says so", "is asleep" in found["write"]["said"], found["write"])
+    r.check("memory is GPUDirect-capable", '"gpudirect": 1' in found["flags"]["said"], found["flags"]["said"])
 
 
 signal.alarm(0)
