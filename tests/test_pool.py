@@ -54,7 +54,7 @@ def test_what_is_discarded_is_not_copied_and_comes_back_undefined(gpu: Gpu) -> N
     assert gpu.read(address) == bytes([GARBAGE]) * GRANULARITY
 
 
-@pytest.mark.parametrize("way", [0, 1, 2])
+@pytest.mark.parametrize("way", [0, 1, 2, 3])
 def test_several_threads_copy_pieces_of_blocks_of_all_sizes(gpu: Gpu, way: int) -> None:
     gpu.pool.tune(way, 4, 2 * MIB, MIB)
     blocks = [filled(gpu, "weights", n * GRANULARITY) for n in (1, 7, 8, 9, 16, 35)]

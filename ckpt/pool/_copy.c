@@ -1,8 +1,9 @@
 /* Between the GPU and host memory, at the speed of the link.
  *
  * A block's copy lies in anonymous memory of its own, of huge pages where the kernel has them. It is copied in pieces, by several threads with a
- * stream each. A piece is registered with the driver only while it is copied: registered memory makes every restore of the process
- * slower, and memory that is not registered is copied at a quarter of the rate. What each way costs: docs/pool.md.
+ * stream each. Memory that the driver has not registered is copied at a quarter of the rate of the link, and memory that stays registered makes
+ * every restore of the process slower. So either a piece is registered while it is copied, or it goes through a stage: a small buffer of
+ * the thread's, registered for the whole of one sleep or wake. Which threads do which: docs/pool.md.
  */
 #define _GNU_SOURCE
 #include "_pool.h"
@@ -20,7 +21,7 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-enum way { REGISTERED, STAGED, PAGEABLE };
+enum way { REGISTERED, STAGED, PAGEABLE, MIXED };
 
 static struct {
     enum way way;
@@ -39,6 +40,7 @@ struct job {
     int device;
     bool down;
     _Atomic size_t next;
+    _Atomic unsigned hands;
     _Atomic uint64_t copied, pageable;
     _Atomic bool stop;
     pthread_mutex_t lock; /* of `moved` */
@@ -48,8 +50,15 @@ struct job {
 struct hand { /* of a worker */
     struct job *job;
     cu_stream stream;
-    void *stage;
+    unsigned number;
+    char *stage; /* registered; NULL: this one does without */
 };
+
+static struct {
+    char *at; /* kept from call to call, as its pages cost more than its registering */
+    size_t nbytes;
+    bool stuck; /* may be registered still: unregistering failed */
+} stages[MOST_THREADS];
 
 _Atomic bool leaving;
 
@@ -58,19 +67,17 @@ __attribute__((visibility("default"))) void gpuckpt_pool_tune(int way, unsigned 
     tuning.way = (enum way)way;
     tuning.threads = threads;
     tuning.piece = piece ? (piece + HUGE - 1) / HUGE * HUGE : (size_t)32 << 20;
-    tuning.stage = stage ? stage : (size_t)16 << 20;
+    tuning.stage = stage ? (stage + HUGE - 1) / HUGE * HUGE : (size_t)16 << 20;
 }
 
 /* Host memory. */
 
-bool host_copy(struct block *block)
+/* Aligned to huge pages; NULL: none. */
+static char *get(size_t nbytes)
 {
-    size_t nbytes = block->nbytes;
-    if (block->host)
-        return true;
     char *found = mmap(NULL, nbytes + HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED)
-        return false;
+        return NULL;
     char *host = (char *)(((uintptr_t)found + HUGE - 1) & ~(uintptr_t)(HUGE - 1));
     if (host > found)
         munmap(found, (size_t)(host - found));
@@ -80,9 +87,16 @@ bool host_copy(struct block *block)
     madvise(host, nbytes, MADV_HUGEPAGE);
     madvise(host, nbytes, MADV_DONTFORK);
     madvise(host, nbytes, MADV_DONTDUMP);
-    block->host = host;
+    return host;
+}
+
+bool host_copy(struct block *block)
+{
+    if (block->host)
+        return true;
+    block->host = get(block->nbytes);
     block->touched = block->stuck = false;
-    return true;
+    return block->host;
 }
 
 void drop_host_copy(struct block *block)
@@ -162,8 +176,9 @@ static bool registered(struct hand *hand, const struct piece *piece, char *host)
 
 static bool staged(struct hand *hand, const struct piece *piece, char *host)
 {
-    for (size_t at = 0; at < piece->nbytes; at += tuning.stage) {
-        size_t nbytes = piece->nbytes - at < tuning.stage ? piece->nbytes - at : tuning.stage;
+    size_t most = stages[hand->number].nbytes;
+    for (size_t at = 0; at < piece->nbytes; at += most) {
+        size_t nbytes = piece->nbytes - at < most ? piece->nbytes - at : most;
         if (!hand->job->down)
             memcpy(hand->stage, host + at, nbytes);
         if (!over_the_link(hand, piece, piece->offset + at, hand->stage, nbytes))
@@ -172,6 +187,33 @@ static bool staged(struct hand *hand, const struct piece *piece, char *host)
             memcpy(host + at, hand->stage, nbytes);
     }
     return true;
+}
+
+void drop_stages(void)
+{
+    for (unsigned i = 0; i < MOST_THREADS; i++)
+        if (stages[i].at) {
+            if (stages[i].stuck)
+                cu.cuMemHostUnregister(stages[i].at);
+            munmap(stages[i].at, stages[i].nbytes);
+            stages[i].at = NULL;
+        }
+}
+
+/* The stage of the hand with this number, registered; NULL where it is to do without, or has to. */
+static char *stage_for(unsigned number)
+{
+    bool wanted = tuning.way == STAGED || (tuning.way == MIXED && number % 2 == 0);
+    if (!wanted || number >= MOST_THREADS)
+        return NULL;
+    if (!stages[number].at) {
+        stages[number].nbytes = tuning.stage;
+        stages[number].stuck = false;
+        if (!(stages[number].at = get(tuning.stage)))
+            return NULL;
+    }
+    cu_result result = cu.cuMemHostRegister_v2(stages[number].at, stages[number].nbytes, 0);
+    return result == CU_OK || result == CU_ALREADY_REGISTERED ? stages[number].at : NULL;
 }
 
 static void *work(void *argument)
@@ -189,8 +231,8 @@ static void *work(void *argument)
         leave();
         return NULL;
     }
-    if (tuning.way == STAGED && cu.cuMemHostAlloc(&hand.stage, tuning.stage, 0) != CU_OK)
-        hand.stage = NULL; /* then registered */
+    hand.number = atomic_fetch_add(&job->hands, 1);
+    hand.stage = stage_for(hand.number);
     while (!atomic_load(&job->stop) && (at = atomic_fetch_add(&job->next, 1)) < job->count) {
         struct piece *piece = &job->pieces[at];
         char *host = piece->block->host + piece->offset;
@@ -207,8 +249,10 @@ static void *work(void *argument)
             break;
         atomic_fetch_add(&job->copied, piece->nbytes);
     }
-    if (hand.stage)
-        cu.cuMemFreeHost(hand.stage);
+    if (hand.stage && (result = cu.cuMemHostUnregister(hand.stage)) != CU_OK) {
+        stages[hand.number].stuck = true; /* the next call finds it registered, and tries again */
+        fail(job, DRIVER_FAILED, "cuMemHostUnregister", result, NULL);
+    }
     cu.cuStreamDestroy_v2(hand.stream);
     leave();
     return NULL;

@@ -567,6 +567,7 @@ OURS uint64_t gpuckpt_pool_trim(void)
     }
     if (blocks)
         put_back(blocks, count);
+    drop_stages();
     pthread_mutex_unlock(&move_lock);
     return given;
 }

@@ -71,6 +71,7 @@ bool failed(struct moved *moved, enum failure failure, const char *call, cu_resu
 /* _copy.c */
 bool host_copy(struct block *block); /* has one when it returns true; the pages need not be there yet */
 void drop_host_copy(struct block *block);
+void drop_stages(void);
 bool copy_blocks(struct block **blocks, size_t count, bool down, struct moved *moved);
 extern _Atomic bool leaving;
 

@@ -177,7 +177,8 @@ class Allocator:
         return given
 
     def tune(self, way: int, threads: int, piece: int, stage: int) -> None:
-        """How copies are made, to measure it: *way* 0 registered, 1 staged, 2 pageable; sizes in bytes; 0: as it is by default."""
+        """How copies are made, to measure it: *way* 0 registered, 1 staged, 2 pageable, 3 the first two by turns; sizes
+        in bytes, that of a stage holds after a trim; 0: as it is by default."""
         self._c.gpuckpt_pool_tune(way, threads, ctypes.c_size_t(piece), ctypes.c_size_t(stage))
 
     def _refuse_without_host_memory(self, tags: Collection[str]) -> None:

@@ -387,9 +387,13 @@ def _() -> None:
         "registered 4x512M": (0, 4, 512 * MIB, 0),
         "staged 8x16M": (1, 8, 64 * MIB, 16 * MIB),
         "staged 16x8M": (1, 16, 64 * MIB, 8 * MIB),
-        "staged 16x4M": (1, 16, 64 * MIB, 4 * MIB),
+        "staged 16x2M": (1, 16, 64 * MIB, 2 * MIB),
+        "mixed 16x32M, 2M": (3, 16, 32 * MIB, 2 * MIB),
+        "mixed 8x32M, 8M": (3, 8, 32 * MIB, 8 * MIB),
     }.items():
         ask("tune " + " ".join(map(str, figures)))
+        ask("trim")
+        ask("sleep 1"), ask("wake")  # so that all host memory is there
         ask("flip")
         rows = []
         for _ in range(2):
