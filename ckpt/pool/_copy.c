@@ -62,7 +62,7 @@ static struct {
 
 _Atomic bool leaving;
 
-__attribute__((visibility("default"))) void gpuckpt_pool_tune(int way, unsigned threads, size_t piece, size_t stage)
+OURS void gpuckpt_pool_tune(int way, unsigned threads, size_t piece, size_t stage)
 {
     tuning.way = (enum way)way;
     tuning.threads = threads;

@@ -111,7 +111,7 @@ void print_blocks(struct block **blocks, size_t count)
 }
 
 /* For tests: those of any mapped memory of whole chunks, with keys given by the caller if any. False: none. */
-__attribute__((visibility("default"))) int gpuckpt_pool_fingerprint(uint64_t address, size_t nbytes, int device, const void *with, uint64_t *found)
+OURS int gpuckpt_pool_fingerprint(uint64_t address, size_t nbytes, int device, const void *with, uint64_t *found)
 {
     struct block block = {.address = address, .nbytes = nbytes, .device = device}, *one = &block;
     if (with) {

@@ -11,6 +11,7 @@
 #error "for Linux on 64 bits, as CUDA is"
 #endif
 
+#define OURS __attribute__((visibility("default")))
 #define TAGS 16
 #define DEVICES 64
 #define MOST_THREADS 16
@@ -63,10 +64,19 @@ struct moved {
     char call[48];
 };
 
-uint64_t now_ns(void);
+/* _cumem.c */
+bool ours(void);        /* this process opened the driver: it is no child of the one that did */
 bool enter(int device); /* its context is current on this thread until leave() */
 void leave(void);
 bool failed(struct moved *moved, enum failure failure, const char *call, cu_result result, const struct block *block); /* always false */
+bool map(struct block *block, struct moved *moved);
+bool unmap(struct block *block, struct moved *moved);
+void reap(void);
+struct block **take(bool (*wanted)(const struct block *, const uint8_t *), const uint8_t *tags, size_t *count);
+void put_back(struct block **blocks, size_t count);
+
+/* _sleep.c */
+void wait_for_moves(void);
 
 /* _copy.c */
 bool host_copy(struct block *block); /* has one when it returns true; the pages need not be there yet */
