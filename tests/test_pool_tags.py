@@ -55,6 +55,7 @@ def test_level_1_keeps_weights_and_drops_the_cache(gpu: Gpu, torch: Torch) -> No
     moved = pool.sleep()
     assert where() == {"weights": "host", "kv_cache": "discarded", "runtime": "host", "mine": "host"}
     assert (moved.bytes_copied, moved.bytes_discarded) == (3 * GRANULARITY, GRANULARITY)
+    assert moved.seconds >= sum(moved.phases.values()) > 0
     assert pool.asleep() == {"weights", "kv_cache", "runtime", "mine"}
     assert torch.synchronised
     assert torch.caches_emptied
@@ -115,6 +116,16 @@ def test_a_program_decides_for_tags_by_name(gpu: Gpu, torch: Torch) -> None:
     assert where() == {"weights": "host", "kv_cache": "host", "mine": "discarded"}
     pool.wake()
     assert [t.content()[:1] for t in kept] == [b"c", b"c", bytes([GARBAGE])]
+
+
+def test_with_a_discard_of_nothing_nothing_is_dropped(gpu: Gpu, torch: Torch) -> None:
+    """An agent offloads so: what it knows of is all kept."""
+    kept = [under(torch, name, b"c") for name in ("weights", "kv_cache")]
+    assert pool.sleep(2, offload=("weights",), discard=()).bytes_discarded == 0
+    pool.wake()
+    assert [t.content()[:1] for t in kept] == [b"c", b"c"]
+    assert pool.sleep(2, offload="kv_cache").bytes_discarded == GRANULARITY
+    assert where() == {"weights": "discarded", "kv_cache": "host"}
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ Importing this imports no torch. While ``GPUCKPT_POOL=0``, or where a requiremen
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt.pool.allocator import Allocator, Moved, NoGpuMemory, NoHostMemory, PoolError, TagStats, library
@@ -48,7 +50,7 @@ __all__ = [
 WEIGHTS, KV_CACHE, RUNTIME = "weights", "kv_cache", "runtime"
 _KNOWN = (WEIGHTS, KV_CACHE, CUDAGRAPH, RUNTIME)
 _KEPT = (CUDAGRAPH, RUNTIME)  # captured graphs read values in there that were written once, at capture
-_LEVELS = {1: {KV_CACHE: "discard"}, 2: {KV_CACHE: "discard", WEIGHTS: "discard"}}
+_LEVELS = {1: {KV_CACHE}, 2: {KV_CACHE, WEIGHTS}}  # what each drops
 
 _tags: Tags | None = None
 _lock = threading.Lock()
@@ -90,10 +92,11 @@ def sleep(
 ) -> Moved:
     """Synchronise, and take the memory of all tags off the GPU.
 
-    Level 1 drops the content of "kv_cache", level 2 that of "weights" too; all else goes to host memory. *offload* and *discard* decide
-    otherwise for the tags that they name. What sleeps already stays as it is. Before it, every block is awake or asleep; after it, whether
-    it returned or raised, too, and it can be called again. *barrier* is for ranks that sleep together by calls of their own, and may read
-    each other's memory: it is called before anything is unmapped, and when all is (``torch.distributed.barrier``).
+    Level 1 drops the content of "kv_cache", level 2 that of "weights" too; all else goes to host memory. What *offload* names does in any
+    case. With *discard* the level drops nothing: what *discard* names is dropped, and all else kept. What sleeps already stays as it is.
+    Before it, every block is awake or asleep; after it, whether it returned or raised, too, and it can be called again. *barrier* is for
+    ranks that sleep together by calls of their own, and may read each other's memory: it is called before anything is unmapped, and when all
+    is (``torch.distributed.barrier``).
 
     Raises:
         ValueError: an unknown level or tag, or "cudagraph" or "runtime" to be discarded.
@@ -102,23 +105,25 @@ def sleep(
     """
     if level not in _LEVELS:
         raise ValueError(f"no level {level!r}: 1 keeps weights, 2 drops them")
-    known = _known()
-    actions = dict.fromkeys(known, "offload") | _LEVELS[level]
-    named = {"offload": _names(offload), "discard": _names(discard)}
-    if both := named["offload"] & named["discard"]:
+    keep, drop = _names(offload), _names(discard)
+    if both := keep & drop:
         raise ValueError(f"to be offloaded and discarded: {', '.join(sorted(both))}")
-    for action, names in named.items():
-        _refuse_unknown(names)
-        actions |= dict.fromkeys(names, action)
-    if dropped := [t for t in _KEPT if actions[t] == "discard"]:
-        raise ValueError(f"{' and '.join(dropped)} cannot be discarded: captured graphs read values in there that nothing writes again")
+    _refuse_unknown(keep | drop)
+    if needed := [t for t in _KEPT if t in drop]:
+        raise ValueError(f"{' and '.join(needed)} cannot be discarded: captured graphs read values in there that nothing writes again")
     tags = _tags
     if tags is None:
         return Moved(0.0, 0, 0, 0)
+    if discard is None:
+        drop = _LEVELS[level] - keep
+    begun = time.perf_counter()
     with tags.still("sleep"):
         tags.settle()
+        settled = time.perf_counter()
         with _between(barrier):
-            return tags.allocator.sleep({t: a for t, a in actions.items() if t in tags.allocator.tags})
+            moved = tags.allocator.sleep({t: "discard" if t in drop else "offload" for t in tags.allocator.tags})
+    phases = {"settle": settled - begun, **moved.phases}
+    return dataclasses.replace(moved, seconds=time.perf_counter() - begun, phases=phases)
 
 
 def wake(tags: Iterable[str] | None = None, *, barrier: Callable[[], object] | None = None) -> Moved:
@@ -135,8 +140,10 @@ def wake(tags: Iterable[str] | None = None, *, barrier: Callable[[], object] | N
     _refuse_unknown(wanted)
     if _tags is None:
         return Moved(0.0, 0, 0, 0)
+    begun = time.perf_counter()
     with _tags.still("wake"), _between(barrier):
-        return _tags.allocator.wake(wanted)
+        moved = _tags.allocator.wake(wanted)
+    return dataclasses.replace(moved, seconds=time.perf_counter() - begun)
 
 
 def trim() -> int:
