@@ -95,8 +95,8 @@ def sleep(
     Level 1 drops the content of "kv_cache", level 2 that of "weights" too; all else goes to host memory. What *offload* names does in any
     case. With *discard* the level drops nothing: what *discard* names is dropped, and all else kept. What sleeps already stays as it is.
     Before it, every block is awake or asleep; after it, whether it returned or raised, too, and it can be called again. *barrier* is for
-    ranks that sleep together by calls of their own, and may read each other's memory: it is called before anything is unmapped, and when all
-    is (``torch.distributed.barrier``).
+    ranks that sleep by calls of their own and may read each other's memory: it is called before anything is unmapped, and when all is
+    (``torch.distributed.barrier``).
 
     Raises:
         ValueError: an unknown level or tag, or "cudagraph" or "runtime" to be discarded.
