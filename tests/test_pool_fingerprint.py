@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuckpt.pool.fingerprint import CHUNK_BYTES, Keys, fingerprints
-from tests import pool_ptx
+from gpuckpt.pool.fingerprint import CHUNK_BYTES, THREADS, Keys, fingerprints
+from tests import pool_ptx, ptx_machine
 from tests.pool_machine import Gpu
 
 
@@ -114,7 +114,12 @@ def test_sparse_and_regular_content(printer: Printer) -> None:
     assert len(seen) == 80
 
 
-def test_the_kernel_that_is_shipped_is_of_this_source() -> None:
-    text = pool_ptx.HEADER.read_text()
-    assert re.search(r"SHA-256 is (\w+)", text)[1] == pool_ptx.digest()  # type: ignore[index]
-    assert ".version 7.0" in text
+def test_the_kernel_that_is_shipped_is_of_this_source_and_computes_what_is_defined() -> None:
+    """Its PTX, run here instruction by instruction: the second block of threads, of the second chunk."""
+    header = pool_ptx.HEADER.read_text()
+    assert re.search(r"SHA-256 is (\w+)", header)[1] == pool_ptx.digest()  # type: ignore[index]
+    text = "".join(line.encode().decode("unicode_escape") for line in re.findall(r'^ +"(.*)";?$', header, re.MULTILINE))
+    assert text.startswith(".version 7.0\n")
+    data, keys = os.urandom(2 * CHUNK_BYTES), Keys(os.urandom(Keys.SIZE))
+    stored = ptx_machine.Kernel(text).run(data, keys.random, 1, THREADS)
+    assert stored == dict(zip((16, 24), fingerprints(data, keys)[1], strict=True))
