@@ -374,38 +374,48 @@ def _() -> None:
 
 @part("ways")
 def _() -> None:
-    found = {}
-    for name, figures in {
+    """Every way to copy; the parts after this one have the best."""
+    found: dict[str, Any] = {}
+    ways = {
         "registered 16x32M": (0, 16, 32 * MIB, 0),
         "registered 8x32M": (0, 8, 32 * MIB, 0),
-        "registered 4x32M": (0, 4, 32 * MIB, 0),
-        "registered 2x64M": (0, 2, 64 * MIB, 0),
+        "registered 4x128M": (0, 4, 128 * MIB, 0),
+        "registered 2x512M": (0, 2, 512 * MIB, 0),
         "registered 16x8M": (0, 16, 8 * MIB, 0),
-        "registered 8x128M": (0, 8, 128 * MIB, 0),
-        "registered 4x512M": (0, 4, 512 * MIB, 0),
         "staged 8x16M": (1, 8, 64 * MIB, 16 * MIB),
         "staged 16x8M": (1, 16, 64 * MIB, 8 * MIB),
-        "staged 16x2M": (1, 16, 64 * MIB, 2 * MIB),
+        "staged 16x2M": (1, 16, 32 * MIB, 2 * MIB),
+        "staged 12x4M": (1, 12, 32 * MIB, 4 * MIB),
         "mixed 16x32M, 2M": (3, 16, 32 * MIB, 2 * MIB),
         "mixed 8x32M, 8M": (3, 8, 32 * MIB, 8 * MIB),
-    }.items():
-        ask("tune " + " ".join(map(str, figures)))
+    }
+
+    def take(name: str) -> dict[str, Any]:
+        ask("tune " + " ".join(map(str, ways[name])))
         ask("trim")
-        ask("sleep 1"), ask("wake")  # so that all host memory is there
-        ask("flip")
-        rows = []
+        first = ask("sleep 1")  # with host memory that nobody has touched yet
+        rows = [(first, ask("wake"))]
         for _ in range(2):
-            down = ask("sleep 1")
-            up = ask("wake")
-            rows.append((down, up))
             ask("flip")
-        found[name] = {"down": max(d["gib_s"] for d, _ in rows), "up": max(u["gib_s"] for _, u in rows), "phases": [rows[-1][0]["phases"], rows[-1][1]["phases"]]}
-        if left_s() < 80:
+            rows.append((ask("sleep 1"), ask("wake")))
+        return {
+            "first": first["gib_s"],
+            "down": max(d["gib_s"] for d, _ in rows[1:]),
+            "up": max(u["gib_s"] for _, u in rows),
+            "phases": [first["phases"], rows[-1][0]["phases"], rows[-1][1]["phases"]],
+        }
+
+    for name in ways:
+        found[name] = take(name)
+        if left_s() < 85:
             break
-    ask("tune 0 0 0 0")
+    best = max(found, key=lambda n: min(found[n]["down"], found[n]["up"]))
+    take(best)
     r.note("ways", found)
-    summary["ways"] = {k: (v["down"], v["up"]) for k, v in found.items()}
-    r.check("every way to copy: same answers", same(), summary["ways"])
+    r.note("best", best)
+    summary["ways (first, down, up GiB/s)"] = {k: (v["first"], v["down"], v["up"]) for k, v in found.items()}
+    summary["best"] = best
+    r.check("every way to copy: same answers", same(), best)
 
 
 @part("first_again", 10)
