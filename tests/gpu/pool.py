@@ -67,6 +67,7 @@ def target(gib: float) -> None:
         graphs.append(graph)
         outputs.append(y)
     flipped = False
+    many: list[Any] = []
 
     def weigh(tensors: list[Any]) -> int:
         """Depends on each word and its place."""
@@ -185,6 +186,15 @@ def target(gib: float) -> None:
                 return [t.data_ptr() for t in (*weights, *cache, *runtime, *layers, x, constant, *outputs)]
             case ["stats"]:
                 return [[s.tag, s.bytes, s.where, s.host_bytes] for s in pool.stats()]
+            case ["many", count]:
+                with pool.tag("many"):
+                    many.extend(torch.ones(20 << 18, device="cuda", dtype=torch.int32) for _ in range(int(count)))
+                return {"blocks": len(many)}
+            case ["few"]:
+                same = all(int(t.sum().item()) == 20 << 18 for t in many)
+                many.clear()
+                torch.cuda.empty_cache()
+                return {"same": same}
             case ["fingerprint"]:
                 return fingerprint()
             case ["blocks"]:
@@ -463,6 +473,20 @@ def _() -> None:
     r.note("one_word_changed", some)
     summary["one_word_changed"] = {"seconds": [x["seconds"] for x in some], "bytes_copied": [x["bytes_copied"] for x in some]}
     r.check("sleeps of unchanged data: same answers", same(), [summary["unchanged"], summary["one_word_changed"]])
+
+
+@part("many blocks", 10)
+def _() -> None:
+    """What each of 400 more blocks of 20 MiB adds to mapping and unmapping."""
+    before = ask("blocks")
+    ask("many 400")
+    after = ask("blocks")
+    rows = [(ask("sleep 1"), ask("wake")) for _ in range(3)]
+    found = {"blocks": [before["count"], after["count"]], "down": [d["phases"] for d, _ in rows], "up": [u["phases"] for _, u in rows]}
+    r.note("many_blocks", found)
+    summary["many_blocks"] = {"blocks": found["blocks"], "down": found["down"][-1], "up": found["up"][-1]}
+    r.check("400 more blocks: same content", ask("few")["same"], summary["many_blocks"])
+    ask("sleep 1"), ask("wake")
 
 
 @part("level 2", 10)
