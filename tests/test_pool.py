@@ -54,9 +54,9 @@ def test_what_is_discarded_is_not_copied_and_comes_back_undefined(gpu: Gpu) -> N
     assert gpu.read(address) == bytes([GARBAGE]) * GRANULARITY
 
 
-@pytest.mark.parametrize("way", [0, 1, 2, 3])
-def test_several_threads_copy_pieces_of_blocks_of_all_sizes(gpu: Gpu, way: int) -> None:
-    gpu.pool.tune(way, 4, 2 * MIB, MIB)
+@pytest.mark.parametrize("part", [0, 64 << 10, 96 << 10, 256 << 10, 768 << 10, 4 * MIB])
+def test_several_threads_copy_pieces_of_blocks_of_all_sizes(gpu: Gpu, part: int) -> None:
+    gpu.pool.tune(4, 2 * MIB, part)
     blocks = [filled(gpu, "weights", n * GRANULARITY) for n in (1, 7, 8, 9, 16, 35)]
     for _ in range(2):
         gpu.pool.sleep(OFFLOAD)
@@ -113,7 +113,7 @@ def test_the_gpudirect_flag_is_set_where_the_card_can_and_left_out_where_the_mac
 
 
 def test_unchanged_memory_is_not_copied_again(gpu: Gpu) -> None:
-    gpu.pool.tune(0, 2, 2 * MIB, 0)
+    gpu.pool.tune(2, 2 * MIB)
     address, content = filled(gpu, "weights", 6 * MIB)
     assert gpu.pool.sleep(OFFLOAD).bytes_copied == 6 * MIB
     gpu.pool.wake({"weights"})
@@ -158,7 +158,7 @@ def test_what_was_discarded_or_trimmed_is_copied_anew(gpu: Gpu) -> None:
 
 def test_a_copy_that_failed_is_not_taken_for_one(gpu: Gpu) -> None:
     """The old fingerprint must not vouch for what was overwritten in part."""
-    gpu.pool.tune(0, 1, 2 * MIB, 0)
+    gpu.pool.tune(1, 2 * MIB)
     address, content = filled(gpu, "weights", 6 * MIB)
     gpu.pool.sleep(OFFLOAD)
     gpu.pool.wake({"weights"})

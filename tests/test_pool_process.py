@@ -52,7 +52,7 @@ def test_a_process_that_ends_in_the_middle_of_a_sleep(tmp_path: Path) -> None:
     done = run(
         tmp_path,
         """
-        gpu.pool.tune(0, 1, 2 << 20, 0)
+        gpu.pool.tune(1, 2 << 20)
         big = gpu.malloc("weights", 32 << 20)
         before = gpu.fake.fake_calls()
         threading.Thread(target=gpu.pool.sleep, args=({"weights": "offload"},), daemon=True).start()

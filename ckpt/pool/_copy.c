@@ -1,9 +1,10 @@
 /* Between the GPU and host memory, at the speed of the link.
  *
- * A block's copy lies in anonymous memory of its own, of huge pages where the kernel has them. It is copied in pieces, by several threads with a
- * stream each. Memory that the driver has not registered is copied at a quarter of the rate of the link, and memory that stays registered makes
- * every restore of the process slower. So either a piece is registered while it is copied, or it goes through a stage: a small buffer of
- * the thread's, registered for the whole of one sleep or wake. Which threads do which: docs/pool.md.
+ * A block's copy lies in anonymous memory of its own, of huge pages where the kernel has them. Several threads copy it, a piece at a time, each
+ * through a stage: a small buffer of its own that is registered with the driver for the time of one sleep or wake. Memory that is
+ * not registered is copied at a quarter of the link's rate; to register the copy itself piece by piece is slower still, as the driver does
+ * one registering at a time and copies nothing meanwhile; and what stays registered makes every restore of the process slower. What each
+ * costs: docs/pool.md.
  */
 #define _GNU_SOURCE
 #include "_pool.h"
@@ -16,18 +17,21 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-enum way { REGISTERED, STAGED, PAGEABLE, MIXED };
+#define PIECE ((size_t)32 << 20)
+#define PART ((size_t)512 << 10) /* what goes through a stage at a time: small enough to stay in the CPU's caches */
 
 static struct {
-    enum way way;
     unsigned threads; /* 0: as many as there are CPUs, at most MOST_THREADS */
-    size_t piece, stage;
-} tuning = {REGISTERED, 0, (size_t)32 << 20, (size_t)16 << 20};
+    size_t piece, part;
+} tuning = {0, PIECE, PART};
 
 struct piece {
     struct block *block;
@@ -47,11 +51,11 @@ struct job {
     struct moved *moved;
 };
 
-struct hand { /* of a worker */
+struct hand { /* of a worker: two slots, so that one is copied by the GPU while the other is by the CPU */
     struct job *job;
-    cu_stream stream;
     unsigned number;
-    char *stage; /* registered; NULL: this one does without */
+    cu_stream streams[2];
+    char *stage; /* registered; NULL: there is none */
 };
 
 static struct {
@@ -62,12 +66,12 @@ static struct {
 
 _Atomic bool leaving;
 
-OURS void gpuckpt_pool_tune(int way, unsigned threads, size_t piece, size_t stage)
+/* To measure with other figures than the defaults, which 0 stands for. The stages are new after a trim. */
+OURS void gpuckpt_pool_tune(unsigned threads, size_t piece, size_t part)
 {
-    tuning.way = (enum way)way;
     tuning.threads = threads;
-    tuning.piece = piece ? (piece + HUGE - 1) / HUGE * HUGE : (size_t)32 << 20;
-    tuning.stage = stage ? (stage + HUGE - 1) / HUGE * HUGE : (size_t)16 << 20;
+    tuning.piece = piece ? (piece + HUGE - 1) / HUGE * HUGE : PIECE;
+    tuning.part = part ? (part + 4095) / 4096 * 4096 : PART;
 }
 
 /* Host memory. */
@@ -92,10 +96,10 @@ static char *get(size_t nbytes)
 
 bool host_copy(struct block *block)
 {
-    if (block->host)
-        return true;
-    block->host = get(block->nbytes);
-    block->touched = block->stuck = false;
+    if (!block->host) {
+        block->host = get(block->nbytes);
+        block->touched = false;
+    }
     return block->host;
 }
 
@@ -103,90 +107,10 @@ void drop_host_copy(struct block *block)
 {
     if (!block->host)
         return;
-    if (block->stuck)
-        for (size_t at = 0; at < block->nbytes; at += tuning.piece)
-            cu.cuMemHostUnregister(block->host + at);
     munmap(block->host, block->nbytes);
     drop_prints(block);
     block->host = NULL;
-    block->touched = block->stuck = false;
-}
-
-/* Copying. */
-
-static void fail(struct job *job, enum failure failure, const char *call, cu_result result, const struct piece *piece)
-{
-    pthread_mutex_lock(&job->lock);
-    failed(job->moved, failure, call, result, piece ? piece->block : NULL);
-    pthread_mutex_unlock(&job->lock);
-    atomic_store(&job->stop, true);
-}
-
-static bool touch(struct job *job, const struct piece *piece, char *host)
-{
-    int tries = 0;
-    while (madvise(host, piece->nbytes, MADV_POPULATE_WRITE)) {
-        if ((errno == EINTR || errno == EAGAIN) && ++tries < 100)
-            continue;
-        if (errno == EINVAL) /* an older kernel: the pages come when they are written */
-            break;
-        fail(job, NO_HOST_MEMORY, "madvise", errno, piece);
-        return false;
-    }
-    return true;
-}
-
-static bool over_the_link(struct hand *hand, const struct piece *piece, size_t offset, char *host, size_t nbytes)
-{
-    struct job *job = hand->job;
-    cu_address device = piece->block->address + offset;
-    const char *call = job->down ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync";
-    cu_result result = job->down ? cu.cuMemcpyDtoHAsync_v2(host, device, nbytes, hand->stream)
-                                 : cu.cuMemcpyHtoDAsync_v2(device, host, nbytes, hand->stream);
-    /* Waited for in any case: what may be under way must not meet memory that is no longer registered. */
-    cu_result waited = cu.cuStreamSynchronize(hand->stream);
-    if (result == CU_OK) {
-        call = "cuStreamSynchronize";
-        result = waited;
-    }
-    if (result != CU_OK)
-        fail(job, DRIVER_FAILED, call, result, piece);
-    return result == CU_OK;
-}
-
-static bool registered(struct hand *hand, const struct piece *piece, char *host)
-{
-    struct job *job = hand->job;
-    cu_result result = cu.cuMemHostRegister_v2(host, piece->nbytes, 0);
-    bool ours = result == CU_OK || result == CU_ALREADY_REGISTERED; /* by a call whose cuMemHostUnregister failed */
-    if (!ours)
-        atomic_fetch_add(&job->pageable, piece->nbytes);
-    if (!over_the_link(hand, piece, piece->offset, host, piece->nbytes)) {
-        if (ours && cu.cuMemHostUnregister(host) != CU_OK)
-            piece->block->stuck = true;
-        return false;
-    }
-    if (ours && (result = cu.cuMemHostUnregister(host)) != CU_OK) {
-        piece->block->stuck = true;
-        fail(job, DRIVER_FAILED, "cuMemHostUnregister", result, piece);
-        return false;
-    }
-    return true;
-}
-
-static bool staged(struct hand *hand, const struct piece *piece, char *host)
-{
-    size_t most = stages[hand->number].nbytes;
-    for (size_t at = 0; at < piece->nbytes; at += most) {
-        size_t nbytes = piece->nbytes - at < most ? piece->nbytes - at : most;
-        if (!hand->job->down)
-            memcpy(hand->stage, host + at, nbytes);
-        if (!over_the_link(hand, piece, piece->offset + at, hand->stage, nbytes))
-            return false;
-        if (hand->job->down)
-            memcpy(host + at, hand->stage, nbytes);
-    }
-    return true;
+    block->touched = false;
 }
 
 void drop_stages(void)
@@ -200,60 +124,149 @@ void drop_stages(void)
         }
 }
 
-/* The stage of the hand with this number, registered; NULL where it is to do without, or has to. */
+/* The stage of the hand with this number, registered; NULL: it cannot be had. */
 static char *stage_for(unsigned number)
 {
-    bool wanted = tuning.way == STAGED || (tuning.way == MIXED && number % 2 == 0);
-    if (!wanted || number >= MOST_THREADS)
+    if (stages[number].at && stages[number].nbytes < 2 * tuning.part)
         return NULL;
     if (!stages[number].at) {
-        stages[number].nbytes = tuning.stage;
+        stages[number].nbytes = (2 * tuning.part + HUGE - 1) / HUGE * HUGE;
         stages[number].stuck = false;
-        if (!(stages[number].at = get(tuning.stage)))
+        if (!(stages[number].at = get(stages[number].nbytes)))
             return NULL;
     }
     cu_result result = cu.cuMemHostRegister_v2(stages[number].at, stages[number].nbytes, 0);
-    return result == CU_OK || result == CU_ALREADY_REGISTERED ? stages[number].at : NULL;
+    return result == CU_OK || result == CU_ALREADY_REGISTERED ? stages[number].at : NULL; /* by a call that could not unregister it */
+}
+
+/* Copying. */
+
+static bool fail(struct job *job, enum failure failure, const char *call, cu_result result, const struct piece *piece)
+{
+    pthread_mutex_lock(&job->lock);
+    failed(job->moved, failure, call, result, piece ? piece->block : NULL);
+    pthread_mutex_unlock(&job->lock);
+    atomic_store(&job->stop, true);
+    return false;
+}
+
+static bool touch(struct job *job, const struct piece *piece, char *host)
+{
+    int tries = 0;
+    while (madvise(host, piece->nbytes, MADV_POPULATE_WRITE)) {
+        if ((errno == EINTR || errno == EAGAIN) && ++tries < 100)
+            continue;
+        if (errno == EINVAL) /* an older kernel: the pages come when they are written */
+            break;
+        return fail(job, NO_HOST_MEMORY, "madvise", errno, piece);
+    }
+    return true;
+}
+
+/* Past the caches, which the stage shall stay in. All are multiples of 4 KiB. */
+static void copy_out(char *to, const char *from, size_t nbytes)
+{
+#if defined(__x86_64__)
+    for (size_t at = 0; at < nbytes; at += 64) {
+        const __m128i *source = (const __m128i *)(from + at);
+        __m128i *target = (__m128i *)(to + at);
+        __m128i a = _mm_load_si128(source), b = _mm_load_si128(source + 1), c = _mm_load_si128(source + 2), d = _mm_load_si128(source + 3);
+        _mm_stream_si128(target, a);
+        _mm_stream_si128(target + 1, b);
+        _mm_stream_si128(target + 2, c);
+        _mm_stream_si128(target + 3, d);
+    }
+    _mm_sfence();
+#else
+    memcpy(to, from, nbytes);
+#endif
+}
+
+static bool begin(struct hand *hand, const struct piece *piece, size_t offset, char *host, size_t nbytes, unsigned slot)
+{
+    cu_address device = piece->block->address + piece->offset + offset;
+    bool down = hand->job->down;
+    cu_result result = down ? cu.cuMemcpyDtoHAsync_v2(host, device, nbytes, hand->streams[slot])
+                            : cu.cuMemcpyHtoDAsync_v2(device, host, nbytes, hand->streams[slot]);
+    return result == CU_OK || fail(hand->job, DRIVER_FAILED, down ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync", result, piece);
+}
+
+/* What is under way in the slot is over. */
+static bool over(struct hand *hand, const struct piece *piece, unsigned slot)
+{
+    cu_result result = cu.cuStreamSynchronize(hand->streams[slot]);
+    return result == CU_OK || fail(hand->job, DRIVER_FAILED, "cuStreamSynchronize", result, piece);
+}
+
+static bool staged(struct hand *hand, const struct piece *piece, char *host)
+{
+    size_t part = tuning.part, parts = (piece->nbytes + part - 1) / part;
+    bool going = true;
+    for (size_t n = 0; n <= parts && going; n++) {
+        unsigned slot = n % 2;
+        char *stage = hand->stage + slot * part, *other = hand->stage + !slot * part;
+        size_t at = n * part, left = n < parts ? piece->nbytes - at : 0, nbytes = left < part ? left : part;
+        if (hand->job->down) { /* this part comes into its slot while the one before is copied out of the other */
+            if (nbytes)
+                going = begin(hand, piece, at, stage, nbytes, slot);
+            if (n && going && (going = over(hand, piece, !slot)))
+                copy_out(host + at - part, other, n == parts ? piece->nbytes - (at - part) : part);
+        } else if (nbytes && (going = over(hand, piece, slot))) { /* the part before goes while this one is copied into its slot */
+            memcpy(stage, host + at, nbytes);
+            going = begin(hand, piece, at, stage, nbytes, slot);
+        }
+    }
+    /* Waited for in any case: what is under way must not meet memory that is no longer registered. */
+    bool first = over(hand, piece, 0), second = over(hand, piece, 1);
+    return going && first && second;
+}
+
+static bool pageable(struct hand *hand, const struct piece *piece, char *host)
+{
+    bool begun = begin(hand, piece, 0, host, piece->nbytes, 0), done = over(hand, piece, 0);
+    if (begun && done)
+        atomic_fetch_add(&hand->job->pageable, piece->nbytes);
+    return begun && done;
+}
+
+static void copy_pieces(struct hand *hand)
+{
+    struct job *job = hand->job;
+    size_t at;
+    while (!atomic_load(&job->stop) && (at = atomic_fetch_add(&job->next, 1)) < job->count) {
+        struct piece *piece = &job->pieces[at];
+        char *host = piece->block->host + piece->offset;
+        if (atomic_load(&leaving))
+            fail(job, LEAVING, "", 0, piece);
+        else if ((!job->down || piece->block->touched || touch(job, piece, host)) &&
+                 (hand->stage ? staged : pageable)(hand, piece, host))
+            atomic_fetch_add(&job->copied, piece->nbytes);
+    }
 }
 
 static void *work(void *argument)
 {
     struct job *job = argument;
-    struct hand hand = {.job = job};
-    cu_result result;
-    size_t at;
+    struct hand hand = {.job = job, .number = atomic_fetch_add(&job->hands, 1)};
+    cu_result result = CU_OK;
+    unsigned streams = 0;
     if (!enter(job->device)) {
         fail(job, DRIVER_FAILED, "cuCtxPushCurrent", CU_INVALID_VALUE, NULL);
         return NULL;
     }
-    if ((result = cu.cuStreamCreate(&hand.stream, CU_STREAM_NON_BLOCKING)) != CU_OK) {
-        fail(job, result == CU_OUT_OF_MEMORY ? NO_GPU_MEMORY : DRIVER_FAILED, "cuStreamCreate", result, NULL);
-        leave();
-        return NULL;
-    }
-    hand.number = atomic_fetch_add(&job->hands, 1);
-    hand.stage = stage_for(hand.number);
-    while (!atomic_load(&job->stop) && (at = atomic_fetch_add(&job->next, 1)) < job->count) {
-        struct piece *piece = &job->pieces[at];
-        char *host = piece->block->host + piece->offset;
-        if (atomic_load(&leaving)) {
-            fail(job, LEAVING, "", 0, piece);
-            break;
+    while (streams < 2 && (result = cu.cuStreamCreate(&hand.streams[streams], CU_STREAM_NON_BLOCKING)) == CU_OK)
+        streams++;
+    if (streams == 2) {
+        hand.stage = stage_for(hand.number);
+        copy_pieces(&hand);
+        if (hand.stage && (result = cu.cuMemHostUnregister(hand.stage)) != CU_OK) {
+            stages[hand.number].stuck = true; /* the next call finds it registered, and tries again */
+            fail(job, DRIVER_FAILED, "cuMemHostUnregister", result, NULL);
         }
-        if (job->down && !piece->block->touched && !touch(job, piece, host))
-            break;
-        bool done = hand.stage                ? staged(&hand, piece, host)
-                    : tuning.way == PAGEABLE ? over_the_link(&hand, piece, piece->offset, host, piece->nbytes)
-                                              : registered(&hand, piece, host);
-        if (!done)
-            break;
-        atomic_fetch_add(&job->copied, piece->nbytes);
-    }
-    if (hand.stage && (result = cu.cuMemHostUnregister(hand.stage)) != CU_OK) {
-        stages[hand.number].stuck = true; /* the next call finds it registered, and tries again */
-        fail(job, DRIVER_FAILED, "cuMemHostUnregister", result, NULL);
-    }
-    cu.cuStreamDestroy_v2(hand.stream);
+    } else
+        fail(job, result == CU_OUT_OF_MEMORY ? NO_GPU_MEMORY : DRIVER_FAILED, "cuStreamCreate", result, NULL);
+    while (streams--)
+        cu.cuStreamDestroy_v2(hand.streams[streams]);
     leave();
     return NULL;
 }

@@ -89,7 +89,7 @@ static struct cu_allocation kind_of(int device)
     return (struct cu_allocation){.kind = CU_DEVICE, .place = {CU_DEVICE, device}, .gpudirect = gpus[device].gpudirect};
 }
 
-static bool learn(int device)
+bool learn(int device)
 {
     struct gpu *gpu = &gpus[device];
     cu_device found;

@@ -20,7 +20,7 @@ static struct {
 static struct print_keys keys; /* of this process: nobody who writes the memory knows them */
 static bool have_keys;
 
-static bool ready(int device)
+bool prepare_prints(int device)
 {
     if (!have_keys)
         have_keys = getrandom(&keys, sizeof keys, 0) == (ssize_t)sizeof keys;
@@ -104,7 +104,7 @@ void print_blocks(struct block **blocks, size_t count)
         }
         if (!whole || !enter(device))
             continue;
-        if (ready(device))
+        if (prepare_prints(device))
             print(blocks + from, to - from, all, programs[device].function);
         leave();
     }

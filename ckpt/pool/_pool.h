@@ -48,7 +48,6 @@ struct block {
     bool doomed;             /* freed meanwhile */
     bool dead;               /* freed, but it could not be unmapped yet */
     bool touched;            /* all pages of the host copy are there */
-    bool stuck;              /* some of the host copy may be registered still: unregistering failed */
 };
 
 /* What a sleep or wake did. Read by allocator.py. */
@@ -66,6 +65,7 @@ struct moved {
 
 /* _cumem.c */
 bool ours(void);        /* this process opened the driver: it is no child of the one that did */
+bool learn(int device); /* what blocks on it need; false: there is no such device, or none that can have blocks */
 bool enter(int device); /* its context is current on this thread until leave() */
 void leave(void);
 bool failed(struct moved *moved, enum failure failure, const char *call, cu_result result, const struct block *block); /* always false */
@@ -86,6 +86,7 @@ bool copy_blocks(struct block **blocks, size_t count, bool down, struct moved *m
 extern _Atomic bool leaving;
 
 /* _fingerprint.c */
+bool prepare_prints(int device); /* whose context is current: load what computes them */
 void print_blocks(struct block **blocks, size_t count);
 void keep_prints(struct block *block); /* the fresh ones are those of the host copy now */
 void drop_prints(struct block *block);

@@ -189,6 +189,19 @@ OURS int gpuckpt_pool_wake(const uint8_t *wanted, struct moved *moved)
     return move(to_wake, wanted, false, moved);
 }
 
+/* Do now what the first sleep would have to wait for. No block of the device need exist. */
+OURS void gpuckpt_pool_prepare(int device)
+{
+    if (!ours() || !learn(device))
+        return;
+    pthread_mutex_lock(&move_lock);
+    if (enter(device)) {
+        prepare_prints(device);
+        leave();
+    }
+    pthread_mutex_unlock(&move_lock);
+}
+
 static bool has_idle_copy(const struct block *block, const uint8_t *unused)
 {
     (void)unused;

@@ -141,6 +141,7 @@ class Tags:
                 _keep_for_ever(made)  # memory pools have a bare pointer to it
                 self._allocators[name] = made
             pool = memory.MemPool(self._allocators[name].allocator())
+            self.allocator.prepare(device)
             _keep_for_ever(pool)  # not to be destroyed when the interpreter goes down, and torch's allocator perhaps before
             self._pools[name, device] = pool
         return self._pools[name, device]

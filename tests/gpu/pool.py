@@ -386,18 +386,18 @@ def _() -> None:
 def _() -> None:
     """Every way to copy; the parts after this one have the best."""
     found: dict[str, Any] = {}
-    ways = {
-        "registered 16x32M": (0, 16, 32 * MIB, 0),
-        "registered 8x32M": (0, 8, 32 * MIB, 0),
-        "registered 4x128M": (0, 4, 128 * MIB, 0),
-        "registered 2x512M": (0, 2, 512 * MIB, 0),
-        "registered 16x8M": (0, 16, 8 * MIB, 0),
-        "staged 8x16M": (1, 8, 64 * MIB, 16 * MIB),
-        "staged 16x8M": (1, 16, 64 * MIB, 8 * MIB),
-        "staged 16x2M": (1, 16, 32 * MIB, 2 * MIB),
-        "staged 12x4M": (1, 12, 32 * MIB, 4 * MIB),
-        "mixed 16x32M, 2M": (3, 16, 32 * MIB, 2 * MIB),
-        "mixed 8x32M, 8M": (3, 8, 32 * MIB, 8 * MIB),
+    ways = {  # threads, piece, part
+        "16 x 512K": (16, 0, 512 << 10),
+        "16 x 256K": (16, 0, 256 << 10),
+        "16 x 128K": (16, 0, 128 << 10),
+        "16 x 1M": (16, 0, 1 * MIB),
+        "16 x 2M": (16, 0, 2 * MIB),
+        "16 x 4M": (16, 0, 4 * MIB),
+        "12 x 512K": (12, 0, 512 << 10),
+        "12 x 2M": (12, 0, 2 * MIB),
+        "8 x 512K": (8, 0, 512 << 10),
+        "8 x 2M": (8, 0, 2 * MIB),
+        "16 x 512K, pieces of 8M": (16, 8 * MIB, 512 << 10),
     }
 
     def take(name: str) -> dict[str, Any]:
