@@ -26,7 +26,7 @@
 #endif
 
 #define PIECE ((size_t)32 << 20)
-#define PART ((size_t)512 << 10) /* what goes through a stage at a time: small enough to stay in the CPU's caches */
+#define PART ((size_t)1 << 20) /* what goes through a stage at a time: small enough to stay in the CPU's caches */
 
 static struct {
     unsigned threads; /* 0: as many as there are CPUs, at most MOST_THREADS */
@@ -127,8 +127,6 @@ void drop_stages(void)
 /* The stage of the hand with this number, registered; NULL: it cannot be had. */
 static char *stage_for(unsigned number)
 {
-    if (stages[number].at && stages[number].nbytes < 2 * tuning.part)
-        return NULL;
     if (!stages[number].at) {
         stages[number].nbytes = (2 * tuning.part + HUGE - 1) / HUGE * HUGE;
         stages[number].stuck = false;
@@ -200,7 +198,8 @@ static bool over(struct hand *hand, const struct piece *piece, unsigned slot)
 
 static bool staged(struct hand *hand, const struct piece *piece, char *host)
 {
-    size_t part = tuning.part, parts = (piece->nbytes + part - 1) / part;
+    size_t most = stages[hand->number].nbytes / 2, part = tuning.part < most ? tuning.part : most;
+    size_t parts = (piece->nbytes + part - 1) / part;
     bool going = true;
     for (size_t n = 0; n <= parts && going; n++) {
         unsigned slot = n % 2;

@@ -127,7 +127,7 @@ class Allocator:
         return f"gpuckpt_pool_malloc_{self.slot(tag)}"
 
     def prepare(self, device: int) -> None:
-        """Load what a sleep computes on *device*: the driver compiles it, in 0.2 s on an H200, and keeps it for later processes."""
+        """Load what a sleep computes on *device*: the driver compiles it at its first use by a user."""
         self._c.gpuckpt_pool_prepare(device)
 
     def capturing(self, begun: bool) -> None:

@@ -387,17 +387,17 @@ def _() -> None:
     """Every way to copy; the parts after this one have the best."""
     found: dict[str, Any] = {}
     ways = {  # threads, piece, part
+        "16 x 1M": (16, 0, 1 * MIB),
         "16 x 512K": (16, 0, 512 << 10),
         "16 x 256K": (16, 0, 256 << 10),
-        "16 x 128K": (16, 0, 128 << 10),
-        "16 x 1M": (16, 0, 1 * MIB),
         "16 x 2M": (16, 0, 2 * MIB),
         "16 x 4M": (16, 0, 4 * MIB),
-        "12 x 512K": (12, 0, 512 << 10),
-        "12 x 2M": (12, 0, 2 * MIB),
-        "8 x 512K": (8, 0, 512 << 10),
-        "8 x 2M": (8, 0, 2 * MIB),
-        "16 x 512K, pieces of 8M": (16, 8 * MIB, 512 << 10),
+        "16 x 8M": (16, 0, 8 * MIB),
+        "12 x 1M": (12, 0, 1 * MIB),
+        "12 x 4M": (12, 0, 4 * MIB),
+        "8 x 1M": (8, 0, 1 * MIB),
+        "8 x 4M": (8, 0, 4 * MIB),
+        "16 x 1M, pieces of 8M": (16, 8 * MIB, 1 * MIB),
     }
 
     def take(name: str) -> dict[str, Any]:
