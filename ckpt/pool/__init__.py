@@ -183,8 +183,10 @@ def asleep() -> frozenset[str]:
 
 
 def copy_(tensor: Any, source: Any) -> Any:
-    """``tensor.copy_(source)``, refused in words where *tensor* or *source* lies in memory that is asleep. (torch itself does not know: a
-    plain ``copy_`` into sleeping memory is an illegal access, after which the process cannot use its GPU any more.)
+    """``tensor.copy_(source)``, refused in words where *tensor* or *source* lies in memory that is asleep.
+
+    torch itself does not know: its own ``copy_`` fails with "invalid argument", and a kernel that touches sleeping memory is an illegal
+    access, after which the process cannot use its GPU any more.
 
     Raises:
         PoolError: asleep; nothing was written.
