@@ -91,11 +91,11 @@ static struct cu_allocation kind_of(int device)
 
 bool learn(int device)
 {
-    struct gpu *gpu = &gpus[device];
     cu_device found;
     int value = 0;
     if (device < 0 || device >= DEVICES)
         return false;
+    struct gpu *gpu = &gpus[device];
     pthread_mutex_lock(&gpus_lock);
     if (!gpu->known && cu.cuDeviceGet(&found, device) == CU_OK) {
         if (cu.cuDeviceGetAttribute(&value, CU_GPUDIRECT_WITH_VMM, found) == CU_OK)
