@@ -415,6 +415,19 @@ def test_ranks_that_sleep_by_calls_of_their_own_meet_before_and_after(gpu: Gpu, 
     assert kept.nbytes
 
 
+def test_a_forked_child_has_none_of_it(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it wait for a lock that a thread of its parent held."""
+    kept = under(torch, "weights")
+    monkeypatch.setattr(pool._tags, "pid", os.getppid())
+    with pool.tag("weights"), pool.cuda_graph(Graph()):
+        assert torch.routes == []
+    assert not pool.active()
+    for call in (pool.sleep, pool.wake, pool.trim, pool.drop_graphs):
+        with pytest.raises(PoolError, match=f"forked child: the pool's memory is its parent's, pid {os.getppid()}"):
+            call()
+    assert kept.nbytes
+
+
 def test_work_that_failed_before_a_sleep(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = under(torch, "weights")
 

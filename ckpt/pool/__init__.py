@@ -111,7 +111,7 @@ def sleep(
     _refuse_unknown(keep | drop)
     if needed := [t for t in _KEPT if t in drop]:
         raise ValueError(f"{' and '.join(needed)} cannot be discarded: captured graphs read values in there that nothing writes again")
-    tags = _tags
+    tags = _ours()
     if tags is None:
         return Moved(0.0, 0, 0, 0)
     if discard is None:
@@ -138,22 +138,24 @@ def wake(tags: Iterable[str] | None = None, *, barrier: Callable[[], object] | N
     """
     wanted = set(_known()) if tags is None else _names(tags) | (set(_known()) - {WEIGHTS, KV_CACHE})
     _refuse_unknown(wanted)
-    if _tags is None:
+    ours = _ours()
+    if ours is None:
         return Moved(0.0, 0, 0, 0)
     begun = time.perf_counter()
-    with _tags.still("wake"), _between(barrier):
-        moved = _tags.allocator.wake(wanted)
+    with ours.still("wake"), _between(barrier):
+        moved = ours.allocator.wake(wanted)
     return dataclasses.replace(moved, seconds=time.perf_counter() - begun)
 
 
 def trim() -> int:
     """Give back what is not needed: host copies of awake memory, which the next sleep makes anew, and GPU memory that torch holds under
     tags without using it. Returns bytes of host memory given back."""
-    if _tags is None:
+    tags = _ours()
+    if tags is None:
         return 0
-    with _tags.still("trim"):
-        _tags.let_go()
-        return _tags.allocator.trim()
+    with tags.still("trim"):
+        tags.let_go()
+        return tags.allocator.trim()
 
 
 def drop_graphs() -> None:
@@ -162,9 +164,10 @@ def drop_graphs() -> None:
     Raises:
         PoolError: graphs hold it, and how many; or it is asleep. Nothing has changed.
     """
-    if _tags is not None:
-        with _tags.still("drop graphs"):
-            _tags.drop_graphs()
+    tags = _ours()
+    if tags is not None:
+        with tags.still("drop graphs"):
+            tags.drop_graphs()
 
 
 def stats() -> tuple[TagStats, ...]:
@@ -174,7 +177,7 @@ def stats() -> tuple[TagStats, ...]:
 
 def active() -> bool:
     """Whether anything was ever allocated under a tag in this process."""
-    return _tags is not None and bool(_tags.allocator.tags)
+    return _tags is not None and _tags.pid == os.getpid() and bool(_tags.allocator.tags)
 
 
 def asleep() -> frozenset[str]:
@@ -208,6 +211,8 @@ def _ready() -> Tags | None:
     global _tags  # noqa: PLW0603 - one a process, as a process has one GPU state
     if os.environ.get(VARIABLE) == "0":
         return None
+    if _tags is not None:
+        return _tags if _tags.pid == os.getpid() else None  # a forked child has no GPU memory
     with _lock:
         if _tags is None:
             path = library()
@@ -221,6 +226,12 @@ def _ready() -> Tags | None:
             if why:
                 warn_once(why)
         return _tags
+
+
+def _ours() -> Tags | None:
+    if _tags is not None and _tags.pid != os.getpid():
+        raise PoolError(f"pid {os.getpid()} is a forked child: the pool's memory is its parent's, pid {_tags.pid}, which alone can move it")
+    return _tags
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ class Tags:
         import torch
 
         self.allocator = allocator
+        self.pid = os.getpid()
         self._torch: Any = torch
         self._allocators: dict[str, Any] = {}
         self._pools: dict[tuple[str, int], Any] = {}
