@@ -11,7 +11,6 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,9 +28,9 @@
 #define PART ((size_t)1 << 20) /* what goes through a stage at a time: small enough to stay in the CPU's caches */
 
 static struct {
-    unsigned threads; /* 0: as many as there are CPUs, at most MOST_THREADS */
+    unsigned threads; /* at most MOST_THREADS */
     size_t piece, part;
-} tuning = {0, PIECE, PART};
+} tuning = {1, PIECE, PART};
 
 struct piece {
     struct block *block;
@@ -66,10 +65,10 @@ static struct {
 
 _Atomic bool leaving;
 
-/* To measure with other figures than the defaults, which 0 stands for. The stages are new after a trim. */
+/* How many threads copy; and, to measure, other sizes than the defaults, which 0 stands for. Stages are new after a trim. */
 OURS void gpuckpt_pool_tune(unsigned threads, size_t piece, size_t part)
 {
-    tuning.threads = threads;
+    tuning.threads = threads < MOST_THREADS ? threads : MOST_THREADS;
     tuning.piece = piece ? (piece + HUGE - 1) / HUGE * HUGE : PIECE;
     tuning.part = part ? (part + 4095) / 4096 * 4096 : PART;
 }
@@ -270,28 +269,15 @@ static void *work(void *argument)
     return NULL;
 }
 
-static unsigned threads_for(const struct job *job)
-{
-    cpu_set_t cpus;
-    unsigned threads = tuning.threads;
-    if (!threads)
-        threads = sched_getaffinity(0, sizeof cpus, &cpus) ? 4 : (unsigned)CPU_COUNT(&cpus);
-    if (threads > MOST_THREADS)
-        threads = MOST_THREADS;
-    if (threads > job->count)
-        threads = (unsigned)job->count;
-    return threads ? threads : 1;
-}
-
 static void run(struct job *job)
 {
     pthread_t threads[MOST_THREADS];
-    unsigned started = 0, wanted = threads_for(job);
+    unsigned started = 0;
     sigset_t all, mask;
     /* Signals are the program's own threads' business; this one takes them when the helpers are gone. */
     sigfillset(&all);
     bool blocked = pthread_sigmask(SIG_SETMASK, &all, &mask) == 0;
-    while (started + 1 < wanted && pthread_create(&threads[started], NULL, work, job) == 0)
+    while (started + 1 < tuning.threads && started + 1 < job->count && pthread_create(&threads[started], NULL, work, job) == 0)
         started++;
     if (blocked)
         pthread_sigmask(SIG_SETMASK, &mask, NULL);

@@ -107,6 +107,8 @@ class Allocator:
         if self._c.gpuckpt_pool_open(libcuda.encode(), missing):
             raise PoolError(f"the pool needs {missing.value.decode()}, which is not there: no NVIDIA driver, or one older than 11.2")
         self._tags: list[str] = []
+        self._threads = min(len(os.sched_getaffinity(0)), host.cpu_quota("self"))
+        self.tune()
 
     # Tags.
 
@@ -181,8 +183,9 @@ class Allocator:
         return given
 
     def tune(self, threads: int = 0, piece: int = 0, part: int = 0) -> None:
-        """How copies are made, to measure it: by so many threads, in pieces and through stages of so many bytes; 0: as by default."""
-        self._c.gpuckpt_pool_tune(threads, ctypes.c_size_t(piece), ctypes.c_size_t(part))
+        """How copies are made, to measure it: by so many threads, in pieces and through stages of so many bytes; 0: as by
+        default, which is a thread for each CPU that this process may use, 16 at most."""
+        self._c.gpuckpt_pool_tune(threads or self._threads, ctypes.c_size_t(piece), ctypes.c_size_t(part))
 
     def _refuse_without_host_memory(self, tags: Collection[str]) -> None:
         wanted = sum(r.nbytes for r in self.rows() if self._tags[r.tag] in tags and r.where == 0 and not r.host_bytes)
