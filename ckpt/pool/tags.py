@@ -70,19 +70,15 @@ class Tags:
         if getattr(self._inside, "capture", False):
             yield
             return
-        with self._entered(name) as pool:
-            device = self._torch.cuda.current_device()
-            outer = getattr(self._inside, "routed", None)
-            with self._routed(outer, None), self._routed(None, (pool, device)):
-                yield
+        with self._entered(name) as pool, self._unrouted(), self._routed(pool, self._torch.cuda.current_device()):
+            yield
 
     @contextlib.contextmanager
     def cuda_graph(self, graph: Any, **options: Any) -> Iterator[None]:
         """``torch.cuda.graph(graph, **options)`` with its memory under the tag "cudagraph": one pool for all captures of a device."""
         if "pool" in options:
             raise ValueError("pool.cuda_graph has a graph pool of its own, which all captures share: leave pool= out")
-        outer = getattr(self._inside, "routed", None)
-        with self._entered(CUDAGRAPH) as pool, self._routed(outer, None), self._torch.cuda.graph(graph, pool=pool.id, **options):
+        with self._entered(CUDAGRAPH) as pool, self._unrouted(), self._torch.cuda.graph(graph, pool=pool.id, **options):
             self._inside.capture = True
             self.allocator.capturing(True)
             try:
@@ -92,30 +88,36 @@ class Tags:
                 self._inside.capture = False
 
     @contextlib.contextmanager
-    def _routed(self, before: Any, now: Any) -> Iterator[None]:
-        """This thread's allocations go to *now* instead of *before*: torch lets the outer one of two pools win."""
-        use = self._torch.cuda.memory.use_mem_pool
-        if before is None and now is None:
-            yield
-            return
-        if before is not None:
-            self._inside.context.__exit__(None, None, None)
-            held, self._inside.routed = self._inside.routed, None
-            try:
-                yield
-            finally:
-                self._inside.context = use(*held)
-                self._inside.context.__enter__()
-                self._inside.routed = held
-            return
-        self._inside.context = use(*now)
-        self._inside.context.__enter__()
-        self._inside.routed = now
+    def _routed(self, pool: Any, device: int) -> Iterator[None]:
+        """This thread's allocations on *device* go to *pool*."""
+        self._enter(pool, device)
         try:
             yield
         finally:
-            self._inside.routed = None
-            self._inside.context.__exit__(None, None, None)
+            self._leave()
+
+    @contextlib.contextmanager
+    def _unrouted(self) -> Iterator[None]:
+        """Meanwhile this thread is in no pool of ours: of two that it is in, torch lets the outer one win."""
+        if getattr(self._inside, "route", None) is None:
+            yield
+            return
+        held = self._leave()
+        try:
+            yield
+        finally:
+            self._enter(*held)
+
+    def _enter(self, pool: Any, device: int) -> None:
+        context = self._torch.cuda.memory.use_mem_pool(pool, device)
+        context.__enter__()
+        self._inside.route = context, pool, device
+
+    def _leave(self) -> tuple[Any, int]:
+        context, pool, device = self._inside.route
+        self._inside.route = None
+        context.__exit__(None, None, None)
+        return pool, device
 
     @contextlib.contextmanager
     def _entered(self, name: str) -> Iterator[Any]:
