@@ -24,10 +24,11 @@ PACKAGES = {
     "gpuckpt/image",
     "gpuckpt/inspect",
     "gpuckpt/nccl",
+    "gpuckpt/pool",
     "gpuckpt/rendezvous",
     "gpuckpt/supervisor",
 }
-PRELOAD = "gpuckpt/image/libgpuckpt_preload.abi3.so"
+LIBRARIES = {"gpuckpt/image/libgpuckpt_preload.abi3.so", "gpuckpt/pool/libgpuckpt_pool.abi3.so"}
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
 
 
@@ -46,18 +47,18 @@ def test_a_wheel_has_the_package_and_nothing_else(tree: Path) -> None:
     names = _names(_build("wheel", tree))
     metadata = next(n.split("/")[0] for n in names if n.endswith(".dist-info/METADATA"))
     package = {n for n in names if not n.startswith(f"{metadata}/")}
-    assert package == {"gpuckpt/py.typed", "gpuckpt/failures.md", PRELOAD, *_modules()}
+    assert package == {"gpuckpt/py.typed", "gpuckpt/failures.md", *LIBRARIES, *_modules()}
     assert {n.rpartition("/")[0] for n in package} == PACKAGES
     rest = {n.removeprefix(f"{metadata}/") for n in names - package}
     assert rest == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
 
 
-def test_without_a_compiler_all_but_the_preload_library_is_there(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_all_but_the_libraries_is_there(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = _names(_build("wheel", tree))
-    for left in ("build", "ckpt/image/libgpuckpt_preload.abi3.so"):
+    for left in ("build", *(f"ckpt/{name.removeprefix('gpuckpt/')}" for name in LIBRARIES)):
         subprocess.run(["rm", "-rf", tree / left], check=True)
     monkeypatch.setenv("CC", "false")
-    assert whole - _names(_build("wheel", tree)) == {PRELOAD}
+    assert whole - _names(_build("wheel", tree)) == LIBRARIES
 
 
 def test_its_entry_point_and_licence(tree: Path) -> None:

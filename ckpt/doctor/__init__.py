@@ -38,6 +38,7 @@ CHECKS: tuple[tuple[str, Callable[[Subject], Iterable[Check]]], ...] = (
     ("Ray", memory.ray),
     ("huge pages", memory.huge_pages),
     ("preload library", memory.preload_library),
+    ("pool library", memory.pool_library),
 )
 
 

@@ -11,6 +11,7 @@ from gpuckpt.doctor.check import Check, FaultRates, Subject, gib
 from gpuckpt.image import paths, preload
 from gpuckpt.inspect import host
 from gpuckpt.model import GIB, MIB
+from gpuckpt.pool import allocator
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,6 +21,7 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MEASURED_BYTES = 256 * MIB
 ROOM_TO_MEASURE = GIB
+_COMPILE = "install a C compiler (gcc), then pip install --force-reinstall --no-deps --no-cache-dir gpuckpt from its source"
 
 
 def host_memory(subject: Subject) -> Iterator[Check]:
@@ -178,6 +180,17 @@ def huge_pages(subject: Subject) -> Iterator[Check]:
         yield Check(name, "ok", f"{setting}; {measured}")
 
 
+def pool_library(subject: Subject) -> Iterator[Check]:
+    """Whether programs can have their memory in the pool, and which CUDA processes do."""
+    have = [pid for pid in subject.processes if subject.mapped(pid, allocator.NAME)]
+    told = f"loaded in {', '.join(map(subject.name, have))}" if have else "loaded in no CUDA process"
+    if allocator.library() is None:
+        why = "none: it was not built when gpuckpt was installed, and gpuckpt.pool does nothing for programs"
+        yield Check("pool library", "warning", f"{why}; {told}", _COMPILE)
+    else:
+        yield Check("pool library", "ok", told)
+
+
 def preload_library(subject: Subject) -> Iterator[Check]:
     """Whether programs can be started with the preload library, and which CUDA processes were."""
     name = "preload library"
@@ -187,11 +200,7 @@ def preload_library(subject: Subject) -> Iterator[Check]:
     if have and without:
         told += f", not in {without} other{'s' if without > 1 else ''}"
     if why := preload.problem():
-        fix = (
-            f"unset {preload.VARIABLE}"
-            if why.startswith(preload.VARIABLE)
-            else "install a C compiler (gcc), then pip install --force-reinstall --no-deps --no-cache-dir gpuckpt from its source"
-        )
+        fix = f"unset {preload.VARIABLE}" if why.startswith(preload.VARIABLE) else _COMPILE
         yield Check(name, "warning", f"none: {why}. Suspends take the driver's own path; {told}", fix)
     elif not populates():
         missing = "this kernel lacks MADV_POPULATE_WRITE: the library can do nothing here, and no image can be kept on disk"

@@ -1,0 +1,189 @@
+"""As much of torch as the pool calls, on the fake driver: memory pools with allocators of others, captures, and a cache.
+
+What it keeps to: of two pools that a thread is in, the outer one wins; unused segments are freed when nobody holds their pool any more;
+a graph holds its pool; with expandable_segments a pool of others allocates nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+
+class Tensor:
+    """Memory of a segment of its own; freed with it, to its pool's cache."""
+
+    def __init__(self, torch: Torch, pool: Private | None, device: int, nbytes: int) -> None:
+        self._torch, self._pool, self.nbytes = torch, pool, nbytes
+        self.address = torch.take(pool, device, nbytes)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def copy_(self, source: bytes | Tensor) -> Tensor:
+        data = ctypes.string_at(source.address, source.nbytes) if isinstance(source, Tensor) else source
+        ctypes.memmove(self.address, data, len(data))
+        return self
+
+    def content(self) -> bytes:
+        return ctypes.string_at(self.address, self.nbytes)
+
+    def __del__(self) -> None:
+        if self._pool is not None and hasattr(self, "address"):
+            self._pool.unused.append((self.address, self.nbytes))
+
+
+class Private:
+    """A private pool of torch's caching allocator."""
+
+    def __init__(self, malloc: Any, free: Any, device: int) -> None:
+        self.malloc, self.free, self.device, self.uses = malloc, free, device, 1
+        self.unused: list[tuple[int, int]] = []
+
+    def release(self) -> None:
+        for address, nbytes in self.unused:
+            self.free(address, nbytes, self.device, None)
+        self.unused.clear()
+
+
+class Torch:
+    """The fake module, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.device, self.synchronised, self.caches_emptied = 0, 0, 0
+        self.pools: dict[int, Private] = {}
+        self.routes: list[tuple[int, int, int]] = []  # (thread, device, pool), the outermost first
+        self.plain: list[Any] = []
+        self.settings = {"expandable_segments": False}
+        self.backend = "native"
+        self.gpus = True
+        self._ids = itertools.count(1)
+        self.module = ModuleType("torch")
+        memory = SimpleNamespace(
+            CUDAPluggableAllocator=self._allocator(), MemPool=self._mem_pool(), use_mem_pool=self.use_mem_pool, _snapshot=self._snapshot
+        )
+        cuda = SimpleNamespace(
+            memory=memory,
+            current_device=lambda: self.device,
+            synchronize=self._synchronize,
+            empty_cache=self.empty_cache,
+            graph=self.graph,
+            get_allocator_backend=lambda: self.backend,
+            is_available=lambda: self.gpus,
+        )
+        for name, value in {"cuda": cuda, "version": SimpleNamespace(cuda="13.0"), "__version__": "2.11.0"}.items():
+            setattr(self.module, name, value)
+
+    def empty(self, nbytes: int) -> Tensor:
+        me = threading.get_ident()
+        pool = next((p for thread, device, p in self.routes if thread == me and device == self.device), None)
+        return Tensor(self, None if pool is None else self.pools[pool], self.device, nbytes)
+
+    def take(self, pool: Private | None, device: int, nbytes: int) -> int:
+        if pool is None:
+            self.plain.append(ctypes.create_string_buffer(nbytes))
+            return ctypes.addressof(self.plain[-1])
+        if self.settings["expandable_segments"]:
+            raise RuntimeError("MemPool doesn't currently support expandable_segments.")
+        for cached in pool.unused:
+            if cached[1] == nbytes:
+                pool.unused.remove(cached)
+                return cached[0]
+        address = pool.malloc(nbytes, device, None)
+        if not address:
+            raise MemoryError("CUDA out of memory")
+        return int(address)
+
+    def empty_cache(self) -> None:
+        self.caches_emptied += 1
+        for pool in self.pools.values():
+            if pool.uses == 0:
+                pool.release()
+
+    @contextlib.contextmanager
+    def use_mem_pool(self, pool: Any, device: int | None = None) -> Iterator[None]:
+        route = (threading.get_ident(), self.device if device is None else device, pool.id)
+        self.routes.append(route)
+        self.pools[pool.id].uses += 1
+        try:
+            yield
+        finally:
+            self.routes.remove(route)
+            self.pools[pool.id].uses -= 1
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, pool: int | None = None, stream: Any = None) -> Iterator[None]:
+        graph.pool, graph.stream, graph.torch = pool, stream, self
+        route = (threading.get_ident(), self.device, pool or 0)
+        if pool is not None:
+            self.pools[pool].uses += 1
+            self.routes.append(route)
+        try:
+            yield
+        finally:
+            if pool is not None:
+                self.routes.remove(route)
+
+    def _synchronize(self, device: int | None = None) -> None:
+        self.synchronised += 1
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {"allocator_settings": self.settings}
+
+    def _allocator(self) -> type:
+        class CUDAPluggableAllocator:
+            def __init__(self, path: str, malloc: str, free: str) -> None:
+                library = ctypes.CDLL(path)
+                self.malloc, self.free = getattr(library, malloc), getattr(library, free)
+                self.malloc.restype, self.malloc.argtypes = ctypes.c_void_p, (ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+                self.free.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+
+            def allocator(self) -> CUDAPluggableAllocator:
+                return self
+
+        return CUDAPluggableAllocator
+
+    def _mem_pool(self) -> type:
+        torch = self
+
+        class MemPool:
+            def __init__(self, allocator: Any) -> None:
+                self.id = next(torch._ids)
+                torch.pools[self.id] = Private(allocator.malloc, allocator.free, torch.device)
+
+            def use_count(self) -> int:
+                return torch.pools[self.id].uses
+
+            def __del__(self) -> None:
+                pool = torch.pools[self.id]
+                pool.uses -= 1
+                if pool.uses == 0:
+                    pool.release()
+
+        return MemPool
+
+
+class Graph:
+    """A CUDA graph: holds its pool until it is reset."""
+
+    pool: int | None = None
+    torch: Torch
+
+    def reset(self) -> None:
+        if self.pool is not None:
+            self.torch.pools[self.pool].uses -= 1
+            self.pool = None
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    torch = Torch()
+    monkeypatch.setitem(sys.modules, "torch", torch.module)
+    return torch

@@ -1,0 +1,462 @@
+"""Tags, as a program with torch uses them: torch is a fake, the library and its blocks are real, on the fake driver."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import gpuckpt.pool as pool
+from gpuckpt.pool import PoolError, allocator, tags
+from gpuckpt.pool.tags import Tags
+from tests.machines import Machine
+from tests.pool_machine import GARBAGE, GRANULARITY, Gpu
+from tests.pool_torch import Graph, Tensor, Torch, install
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    monkeypatch.setattr(tags, "_warned", threading.Event())
+    for name in ("GPUCKPT_POOL", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pool, "_tags", None)
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu(tmp_path)
+    monkeypatch.setattr(pool, "_tags", Tags(made.pool))
+    return made
+
+
+def where() -> dict[str, str]:
+    return {s.tag: s.where for s in pool.stats()}
+
+
+def under(torch: Torch, name: str, text: bytes = b"") -> Tensor:
+    with pool.tag(name):
+        return torch.empty(GRANULARITY).copy_(text)
+
+
+# Policy.
+
+
+def test_level_1_keeps_weights_and_drops_the_cache(gpu: Gpu, torch: Torch) -> None:
+    made = {name: under(torch, name, name.encode() * 100) for name in ("weights", "kv_cache", "runtime", "mine")}
+    outside = torch.empty(GRANULARITY)
+    content = {name: t.content() for name, t in made.items()}
+    moved = pool.sleep()
+    assert where() == {"weights": "host", "kv_cache": "discarded", "runtime": "host", "mine": "host"}
+    assert (moved.bytes_copied, moved.bytes_discarded) == (3 * GRANULARITY, GRANULARITY)
+    assert moved.seconds >= sum(moved.phases.values()) > 0
+    assert pool.asleep() == {"weights", "kv_cache", "runtime", "mine"}
+    assert torch.synchronised
+    assert torch.caches_emptied
+    assert outside.content()
+    pool.wake()
+    assert {n: t.content() == content[n] for n, t in made.items()} == {"weights": True, "kv_cache": False, "runtime": True, "mine": True}
+    assert not pool.asleep()
+
+
+def test_a_graph_reads_its_constant_after_both_levels_and_every_order_of_waking(gpu: Gpu, torch: Torch) -> None:
+    weights, cache = under(torch, "weights", b"w" * 10), under(torch, "kv_cache")
+    with pool.cuda_graph(Graph()):
+        constant = torch.empty(GRANULARITY).copy_(b"constant")
+    content = constant.content()
+    for level in (1, 2):
+        for order in (("weights", "kv_cache"), ("kv_cache", "weights"), ("weights", "weights", "kv_cache")):
+            pool.sleep(level)
+            assert where()["cudagraph"] == "host"
+            for name in order:
+                pool.wake((name,))
+                assert constant.content() == content
+            assert not pool.asleep()
+            if level == 1:
+                assert weights.content()[:10] == b"w" * 10
+            weights.copy_(b"w" * 10)
+    assert cache.nbytes
+
+
+def test_weights_are_updated_between_the_two_wakes(gpu: Gpu, torch: Torch) -> None:
+    weights, cache = under(torch, "weights", b"old"), under(torch, "kv_cache")
+    pool.sleep(2)
+    pool.wake(("weights",))
+    assert pool.asleep() == {"kv_cache"}
+    weights.copy_(b"new")
+    pool.wake(("kv_cache",))
+    assert weights.content()[:3] == b"new"
+    assert set(cache.content()) == {GARBAGE}
+
+
+def test_a_tag_that_is_awake(gpu: Gpu, torch: Torch) -> None:
+    """Case 50: naming one is no error, and does not keep the others asleep; nor do tuples that are empty or name one twice."""
+    kept = [under(torch, "weights", b"w"), under(torch, "kv_cache"), under(torch, "runtime", b"r")]
+    pool.sleep()
+    pool.wake(())
+    assert where() == {"weights": "host", "kv_cache": "discarded", "runtime": "gpu"}
+    pool.wake(("weights", "weights"))
+    assert pool.wake(("weights", "kv_cache")).tags == {"kv_cache": GRANULARITY}
+    assert pool.wake(("weights", "kv_cache")).tags == pool.wake("weights").tags == pool.wake().tags == {}
+    assert [t.content()[:1] for t in kept] == [b"w", bytes([GARBAGE]), b"r"]
+    pool.sleep()
+    assert pool.sleep(2).tags == {}, "what sleeps stays as it is"
+    assert where()["weights"] == "host"
+
+
+def test_a_program_decides_for_tags_by_name(gpu: Gpu, torch: Torch) -> None:
+    kept = [under(torch, name, b"c") for name in ("weights", "kv_cache", "mine")]
+    pool.sleep(offload=("weights", "runtime", "cudagraph", "kv_cache"), discard="mine")
+    assert where() == {"weights": "host", "kv_cache": "host", "mine": "discarded"}
+    pool.wake()
+    assert [t.content()[:1] for t in kept] == [b"c", b"c", bytes([GARBAGE])]
+
+
+def test_with_a_discard_of_nothing_nothing_is_dropped(gpu: Gpu, torch: Torch) -> None:
+    """An agent offloads so: what it knows of is all kept."""
+    kept = [under(torch, name, b"c") for name in ("weights", "kv_cache")]
+    assert pool.sleep(2, offload=("weights",), discard=()).bytes_discarded == 0
+    pool.wake()
+    assert [t.content()[:1] for t in kept] == [b"c", b"c"]
+    assert pool.sleep(2, offload="kv_cache").bytes_discarded == GRANULARITY
+    assert where() == {"weights": "discarded", "kv_cache": "host"}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: pool.wake(("wieghts",)), "no tag wieghts: there are weights, kv_cache, cudagraph, runtime, mine"),
+        (lambda: pool.sleep(discard=("nobody",)), "no tag nobody: there are weights"),
+        (lambda: pool.sleep(3), "no level 3: 1 keeps weights, 2 drops them"),
+        (lambda: pool.sleep(offload=("mine",), discard=("mine",)), "to be offloaded and discarded: mine"),
+        (lambda: pool.sleep(discard=("cudagraph",)), "cudagraph cannot be discarded: captured graphs read values"),
+        (lambda: pool.tag("KV-Cache"), "no tag 'KV-Cache': small letters and underscores"),
+    ],
+)
+def test_what_makes_no_sense_is_said_and_nothing_moves(gpu: Gpu, torch: Torch, call: Callable[[], object], words: str) -> None:
+    kept = under(torch, "mine")
+    with pytest.raises(ValueError, match=words):
+        call()
+    assert where() == {"mine": "gpu"}
+    assert kept.nbytes
+
+
+def test_without_tags_there_is_nothing_to_do(torch: Torch) -> None:
+    assert pool.sleep().seconds == pool.wake().seconds == 0
+    assert (pool.stats(), pool.asleep(), pool.active(), pool.trim()) == ((), frozenset(), False, 0)
+    with pytest.raises(ValueError, match="no tag mine"):
+        pool.wake(("mine",))
+
+
+# Sleeping memory is not used.
+
+
+def test_writing_into_sleeping_memory(gpu: Gpu, torch: Torch) -> None:
+    """Case 49: our call says "asleep", and changes nothing."""
+    weights, outside = under(torch, "weights", b"before"), torch.empty(GRANULARITY)
+    pool.sleep()
+    with pytest.raises(PoolError, match=r"written to is asleep, in tag 'weights': wake it first\. Nothing was written"):
+        pool.copy_(weights, b"after")
+    with pytest.raises(PoolError, match="read is asleep"):
+        pool.copy_(outside, weights)
+    pool.wake()
+    assert weights.content()[:6] == b"before"
+    pool.copy_(weights, outside.copy_(b"after"))
+    assert weights.content()[:5] == b"after"
+
+
+def test_nothing_is_allocated_under_a_tag_that_sleeps(gpu: Gpu, torch: Torch) -> None:
+    """torch would hand out a piece of a segment that sleeps."""
+    kept = under(torch, "weights"), under(torch, "cudagraph")
+    pool.sleep()
+    with pytest.raises(PoolError, match="the tag 'weights' is asleep: wake it before"), pool.tag("weights"):
+        pass
+    with pytest.raises(PoolError, match="the tag 'cudagraph' is asleep"), pool.cuda_graph(Graph()):
+        pass
+    other = under(torch, "others", b"others")
+    pool.wake()
+    assert other.content()[:6] == b"others"
+    assert len(kept) == 2
+
+
+def test_nobody_sleeps_while_a_thread_is_inside_a_tag(gpu: Gpu, torch: Torch) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def load() -> None:
+        with pool.tag("weights"):
+            inside.set()
+            go.wait(20)
+
+    thread = threading.Thread(target=load, name="loader")
+    thread.start()
+    assert inside.wait(20)
+    for call in (pool.sleep, pool.wake, pool.trim):
+        with pytest.raises(PoolError, match=r"thread 'loader' is inside the tag 'weights'\. Everything is as it was"):
+            call()
+    go.set()
+    thread.join()
+    pool.sleep()
+
+
+# Allocating.
+
+
+def test_the_inner_of_two_tags_counts(gpu: Gpu, torch: Torch) -> None:
+    """In torch the outer one of two pools does."""
+    with pool.tag("runtime"):
+        a = torch.empty(GRANULARITY)
+        with pool.tag("weights"):
+            b = torch.empty(2 * GRANULARITY)
+            with pool.tag("kv_cache"):
+                c = torch.empty(3 * GRANULARITY)
+            d = torch.empty(4 * GRANULARITY)
+        graph = Graph()
+        with pool.cuda_graph(graph):
+            e = torch.empty(5 * GRANULARITY)
+            with pool.tag("weights"):
+                f = torch.empty(6 * GRANULARITY)
+        g = torch.empty(7 * GRANULARITY)
+    outside = torch.empty(GRANULARITY)
+    assert {s.tag: s.bytes // GRANULARITY for s in pool.stats()} == {"runtime": 1 + 7, "weights": 2 + 4, "kv_cache": 3, "cudagraph": 5 + 6}
+    assert torch.routes == []
+    assert len({t.data_ptr() for t in (a, b, c, d, e, f, g, outside)}) == 8
+
+
+def test_a_tag_is_left_when_its_body_fails(gpu: Gpu, torch: Torch) -> None:
+    with pytest.raises(KeyError), pool.tag("weights"), pool.tag("runtime"):
+        raise KeyError
+    with pytest.raises(KeyError), pool.cuda_graph(Graph()):
+        raise KeyError
+    assert torch.routes == []
+    address = gpu.malloc("weights")
+    gpu.free(address)
+    assert gpu.held.mapped == 0, "no capture is under way any more"
+    pool.sleep()
+
+
+def test_all_captures_share_one_pool_which_lives_as_long_as_a_graph(gpu: Gpu, torch: Torch) -> None:
+    graphs = [Graph() for _ in range(3)]
+    for graph in graphs:
+        with pool.cuda_graph(graph, stream="side"):
+            torch.empty(GRANULARITY)
+    assert len({g.pool for g in graphs}) == 1
+    assert graphs[0].stream == "side"
+    pool.sleep()
+    pool.wake()
+    assert where() == {"cudagraph": "gpu"}, "torch holds nothing in it, the graphs do"
+    with pytest.raises(ValueError, match="leave pool= out"), pool.cuda_graph(Graph(), pool=7):
+        pass
+    for graph in graphs:
+        graph.reset()
+    pool.trim()
+    assert gpu.nothing_held
+
+
+def test_recapture_refills_to_the_same_size(gpu: Gpu, torch: Torch) -> None:
+    for _ in range(3):
+        graph = Graph()
+        with pool.cuda_graph(graph):
+            kept = [torch.empty(GRANULARITY) for _ in range(4)]
+        assert sum(s.bytes for s in pool.stats()) == 4 * GRANULARITY
+        with pytest.raises(PoolError, match="1 graph holds the graph pool of GPU 0"):
+            pool.drop_graphs()
+        kept.clear()
+        graph.reset()
+        pool.drop_graphs()
+        assert gpu.nothing_held
+
+
+def test_graph_memory_is_not_dropped_while_it_sleeps(gpu: Gpu, torch: Torch) -> None:
+    with pool.cuda_graph(Graph()):
+        kept = torch.empty(GRANULARITY)
+    pool.sleep()
+    with pytest.raises(PoolError, match="asleep: wake it first"):
+        pool.drop_graphs()
+    pool.wake()
+    assert kept.content()
+
+
+def test_what_torch_does_not_use_is_freed_by_a_sleep_not_copied(gpu: Gpu, torch: Torch) -> None:
+    kept, gone = under(torch, "weights", b"kept"), under(torch, "weights")
+    del gone
+    assert gpu.held.mapped == 2
+    assert pool.sleep().bytes_copied == GRANULARITY
+    torch.empty_cache()
+    pool.wake()
+    assert kept.content()[:4] == b"kept"
+    del kept
+    torch.empty_cache()
+    assert gpu.nothing_held
+
+
+def test_tensors_freed_while_asleep_give_all_back(gpu: Gpu, torch: Torch) -> None:
+    tensor = under(torch, "weights")
+    pool.sleep()
+    del tensor
+    torch.empty_cache()
+    assert gpu.nothing_held
+    assert pool.stats() == ()
+    with pool.tag("weights"):  # nothing of it sleeps any more
+        pass
+
+
+def test_two_devices(gpu: Gpu, torch: Torch) -> None:
+    made = []
+    for torch.device in (0, 1):
+        with pool.tag("weights"):
+            made.append(torch.empty(GRANULARITY).copy_(b"device %d" % torch.device))
+    pool.sleep()
+    assert [(s.tag, s.device, s.where) for s in pool.stats()] == [("weights", 0, "host"), ("weights", 1, "host")]
+    pool.wake()
+    assert [t.content()[:8] for t in made] == [b"device 0", b"device 1"]
+
+
+# Off, or impossible.
+
+
+@pytest.mark.parametrize("how", ["setting", "call"])
+def test_expandable_segments_are_refused_with_words(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Whichever variable or call has set them."""
+    if how == "call":
+        torch.settings["expandable_segments"] = True
+    else:
+        torch.settings.clear()  # torch does not say; then the variables do
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.8, expandable_segments:True")
+    with pytest.raises(PoolError, match=r"expandable_segments is on.*PYTORCH_ALLOC_CONF"), pool.tag("weights"):
+        pass
+    with pytest.raises(PoolError, match="expandable_segments"), pool.cuda_graph(Graph()):
+        pass
+    assert torch.routes == []
+
+
+@pytest.mark.parametrize(
+    ("lack", "words"),
+    [
+        (lambda t, m: m.setattr(tags, "library", lambda: None), "takes a C compiler"),
+        (lambda t, m: m.setitem(sys.modules, "torch", None), "torch cannot be imported"),
+        (lambda t, m: setattr(t.module.version, "cuda", None), "not built for CUDA"),
+        (lambda t, m: delattr(t.module.cuda.memory, "use_mem_pool"), "too old"),
+        (lambda t, m: m.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"), "PYTORCH_NO_CUDA_MEMORY_CACHING is set"),
+        (lambda t, m: setattr(t, "backend", "cudaMallocAsync"), "'cudaMallocAsync'"),
+        (lambda t, m: setattr(t, "gpus", False), "sees no GPU"),
+    ],
+)
+def test_wanted_but_impossible(torch: Torch, monkeypatch: pytest.MonkeyPatch, lack: Callable[..., None], words: str) -> None:
+    """One warning names what is missing; the program runs on with torch's own memory."""
+    lack(torch, monkeypatch)
+    with pytest.warns(RuntimeWarning, match=f"gpuckpt.pool does nothing here: .*{words}"):
+        pool.tag("weights")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pool.tag("weights"), pool.tag("kv_cache"):
+            tensor = torch.empty(GRANULARITY)
+    assert (pool.active(), pool.stats(), torch.routes, torch.pools) == (False, (), [], {})
+    assert pool.sleep().tags == {}
+    assert tensor.nbytes
+
+
+def test_no_driver_is_named_too(torch: Torch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PoolError("the pool needs libcuda, which is not there")
+
+    monkeypatch.setattr(pool, "Allocator", refuse)
+    with pytest.warns(RuntimeWarning, match="needs libcuda"):
+        pool.tag("weights")
+
+
+def test_off_means_plain_torch(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tag, no warning, the environment untouched; a graph's memory is where it would be."""
+    monkeypatch.setenv("GPUCKPT_POOL", "0")
+    before = dict(os.environ)
+    graph = Graph()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pool.tag("weights"), pool.cuda_graph(graph, stream="side"):
+            torch.empty(GRANULARITY)
+    assert (graph.pool, graph.stream, torch.pools, dict(os.environ)) == (None, "side", {}, before)
+    assert not pool.active()
+
+
+@pytest.mark.parametrize(("said", "then"), [(None, "0"), ("0", "0"), ("1", "1")])
+def test_nccl_does_not_register_the_memory_of_graphs(
+    torch: Torch, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, said: str | None, then: str
+) -> None:
+    """Unless it is told to, explicitly: that is kept, with a warning."""
+    monkeypatch.setattr(pool, "_tags", None)
+    monkeypatch.setattr(pool, "Allocator", lambda _: gpu.pool)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if said is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", said)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pool.tag("weights")
+        pool.tag("weights")
+    assert os.environ["NCCL_GRAPH_REGISTER"] == then
+    assert ["NCCL_GRAPH_REGISTER=1 is kept" in str(w.message) for w in seen] == [True] * (said == "1")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", then)  # so that it is undone
+
+
+def test_ranks_that_sleep_by_calls_of_their_own_meet_before_and_after(gpu: Gpu, torch: Torch) -> None:
+    """One that fails, too, or the others would wait for it."""
+    kept, met = under(torch, "weights"), []
+    pool.sleep(barrier=lambda: met.append(where()["weights"]))
+    pool.wake(barrier=lambda: met.append(where()["weights"]))
+    assert met == ["gpu", "host", "host", "gpu"]
+    gpu.fail_in("cuMemUnmap")
+    with pytest.raises(PoolError, match="cuMemUnmap on GPU 0 failed with CUDA error 999 during sleep"):
+        pool.sleep(barrier=lambda: met.append(where()["weights"]))
+    assert met[4:] == ["gpu", "gpu"]
+    assert kept.nbytes
+
+
+def test_a_forked_child_has_none_of_it(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it wait for a lock that a thread of its parent held."""
+    kept = under(torch, "weights")
+    monkeypatch.setattr(pool._tags, "pid", os.getppid())
+    with pool.tag("weights"), pool.cuda_graph(Graph()):
+        assert torch.routes == []
+    assert not pool.active()
+    for call in (pool.sleep, pool.wake, pool.trim, pool.drop_graphs):
+        with pytest.raises(PoolError, match=f"forked child: the pool's memory is its parent's, pid {os.getppid()}"):
+            call()
+    assert kept.nbytes
+
+
+def test_work_that_failed_before_a_sleep(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = under(torch, "weights")
+
+    def fail(_: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.module.cuda, "synchronize", fail)
+    with pytest.raises(PoolError, match="everything is as it was: CUDA error: an illegal memory access"):
+        pool.sleep()
+    assert where() == {"weights": "gpu"}
+    assert kept.nbytes
+
+
+def test_importing_it_imports_no_torch_and_leaves_the_environment_alone() -> None:
+    code = """if True:
+        import os, sys
+        before = dict(os.environ)
+        import gpuckpt.pool as pool
+        pool.sleep(), pool.wake(), pool.stats()
+        print("torch" in sys.modules, before == dict(os.environ))
+    """
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "True"]
+
+
+def test_the_doctor_tells_who_has_it_and_that_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path)
+    machine.process(11, 1, "trainer", maps=f"7f0000000000-7f0000001000 r-xp 00000000 08:01 7 {allocator.library()}\n")
+    line = machine.line("pool library")
+    assert (line.status, line.message) == ("ok", "loaded in 11 (trainer)")
+    monkeypatch.setattr(allocator, "library", lambda: None)
+    line = machine.line("pool library")
+    assert (line.status, "was not built" in line.message, "gcc" in line.fix) == ("warning", True, True)
