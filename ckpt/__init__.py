@@ -49,6 +49,7 @@ def suspend(
     tree: bool = True,
     accept_loss: Collection[str] = (),
     along: Collection[int] = (),
+    method: str = "auto",
     keep_in: str = "ram",
     oom_score_adj: int | None = None,
     rendezvous: str | None = None,
@@ -73,6 +74,9 @@ def suspend(
     along
         Pids that are taken along (``--with``): they give up the communicators that they share with the groups, and stand still until the
         resume, their memory where it is.
+    method
+        "auto": what lies in a pool of the program leaves first, the driver takes the rest. "driver": it takes all of it. "pool": no call
+        of the driver; what lies in no pool stays on the GPU.
     keep_in
         A directory: the images are moved into files there, and their host memory given back. "ram": they stay in host memory.
     oom_score_adj
@@ -105,7 +109,7 @@ def suspend(
         hosts.barrier(world, "suspend", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
     ):
         operation = Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell, barrier=barrier)
-        return operation.suspend(pids, tree=tree, along=along, keep_in=keep_in, oom_score_adj=oom_score_adj)
+        return operation.suspend(pids, tree=tree, along=along, by=method, keep_in=keep_in, oom_score_adj=oom_score_adj)
 
 
 def resume(

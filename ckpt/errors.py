@@ -50,6 +50,12 @@ class NcclCallFailed(GpuckptError):
         self.result = result
 
 
+class OffloadFailed(GpuckptError):
+    """The allocator of a process could not take its memory off the GPU; everything is as it was found."""
+
+    code = "offload-failed"
+
+
 class Aborted(GpuckptError):
     """The group changed while we worked (a CUDA process was born, one died); everything left is as it was found."""
 
@@ -285,6 +291,12 @@ class NoPreload(Refused):
     """Keeping an image on disk takes the preload library in the process, and it is not there."""
 
     code = "no-preload"
+
+
+class NoPool(Refused):
+    """``--method pool`` of a process without an agent, or of which nothing lies in a pool; nothing was touched."""
+
+    code = "no-pool"
 
 
 class ImageDirectory(Refused):

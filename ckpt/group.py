@@ -26,6 +26,10 @@ ERRORS_OF_HAZARDS: dict[str, type[GpuckptError]] = {
 }
 
 
+#: Hazards that are not the driver's alone.
+OF_POOLS_TOO = frozenset({"stopped", "host-memory"})
+
+
 class Group(Walk):
     """What an operation does before it acts. ``beside``: pids that are taken along, which goes before being part of the targets' tree."""
 
@@ -46,7 +50,16 @@ class Group(Walk):
                     hint="run it as its owner or as root, with CAP_SYS_PTRACE in a container (gpuckpt doctor explains)",
                     pid=p.pid,
                 )
-        self.refuse_hazards(inventory.hazards)
+        try:
+            self.refuse_hazards(h for h in inventory.hazards if self.method != "pool" or h.kind in OF_POOLS_TOO)
+        except errors.Refused as e:
+            if (
+                self.method != "pool"
+                and not isinstance(e, (errors.Stopped, errors.HostMemory))
+                and all(p.movable for p in inventory.processes)
+            ):
+                e.hint += f"; or let its pool alone leave: gpuckpt suspend {inventory.processes[0].pid} --method pool"
+            raise
         for p in inventory.processes:
             if p.state not in plan.DEPTH:
                 raise errors.Busy(
@@ -105,7 +118,7 @@ class Group(Walk):
         return inventory
 
     def inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
-        inventory = self.world.inspect(targets, tree=tree, along=self.beside)
+        inventory = self.world.inspect(targets, tree=tree, along=self.beside, method=self.method)
         self.warnings += [w for w in inventory.warnings if w not in self.warnings]
         if self.barrier.several:  # then it is looked at over all hosts
             return inventory
@@ -256,18 +269,31 @@ def total_retained(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
-def as_member(p: GpuProcess) -> Member:
-    """What one that is taken along has on its GPUs stays there, and is no part of what a resume needs."""
-    return Member(p.id, p.name, p.uid, plan.belongs(p.state), () if p.along else p.gpus, agent=p.agent, along=p.along)
+def as_member(p: GpuProcess, *, before: Member | None = None, found: State | None = None, offload: bool = False) -> Member:
+    """*before*: what an older record says of it; *found*: where it belongs by that.
+
+    *offload*: what its own allocator can move, it shall. One that has moved it already has to bring it back in any case.
+    What one that is taken along has on its GPUs stays there, and is no part of what a resume needs.
+    """
+    movable = p.offloaded or (offload and p.movable is not None and not p.along)
+    held = () if p.along else p.gpus
+    member = Member(p.id, p.name, p.uid, found or plan.belongs(p.state), held, agent=p.agent, along=p.along, movable=movable)
+    if before is None:
+        return member
+    away = p.state not in (State.RUNNING, State.QUIESCED)
+    if not p.along:
+        held = before.gpus if p.offloaded and before.gpus else p.gpus or before.gpus
+    member = dataclasses.replace(member, gpus=held, lost=before.lost, image=before.image, oom_score_adj=before.oom_score_adj)
+    return dataclasses.replace(member, movable=movable or before.movable, moved=before.moved) if away else member
 
 
-def as_found(inventory: Inventory) -> list[ProcessReport]:
-    """The processes of *inventory* as rows of a report in which nothing has moved."""
+def as_found(inventory: Inventory, by_pool: Collection[ProcessId] = ()) -> list[ProcessReport]:
+    """The processes of *inventory* as rows of a report in which nothing has moved. *by_pool*: those that are suspended so."""
     return [
         ProcessReport(
             p.pid,
             p.name,
-            HELD if p.along and p.state is State.DISARMED else word(p.state),
+            HELD if p.along and p.state is State.DISARMED else word(p.state, by_pool=p.id in by_pool),
             tuple(GpuReport(g.uuid, g.nbytes, g.nbytes) for g in p.gpus),
             p.host_bytes,
         )

@@ -20,8 +20,8 @@ from typing import Any
 from gpuckpt.errors import JournalError
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
 
-#: Records of a group on several hosts are of schema 2, with a process that was taken along of schema 3: a gpuckpt that does not know of
-#: such must leave them alone.
+#: Records of a group on several hosts are of schema 2; of one whose agents offload, or with a process that was taken along, of schema 3: a
+#: gpuckpt that does not know of such must leave them alone.
 SCHEMA = 3
 AUDIT_MAX_BYTES = 8 << 20
 
@@ -41,6 +41,8 @@ class Member:
     image: Mapping[str, Any] | None = None  # where it is kept on disk: written down before the file is made
     oom_score_adj: int | None = None  # what it had before it was changed for the time of its suspension
     along: bool = False  # it was taken along: while the group is suspended it is disarmed
+    movable: bool = False  # its own allocator takes memory off the GPU first, and brings it back last
+    moved: Mapping[str, int] | None = None  # what left that way: "kept_bytes", "dropped_bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Record:
     controller: ProcessId | None = None
     replaces: tuple[str, ...] = ()  # ids of records that count no more, whether or not their files are still there
     membership: Membership | None = None  # of a group that other hosts have a part in
+    down: State = State.CHECKPOINTED  # what its members are when it is suspended; disarmed where the driver has no part in it
     since: float = field(default_factory=time.time)  # seconds since the epoch: for people only, never compared
 
     def member(self, process: ProcessId) -> Member | None:
@@ -202,7 +205,7 @@ class Journal:
 
 
 def _schema(record: Record) -> int:
-    if any(m.along for m in record.members):
+    if any(m.along or m.movable for m in record.members) or record.down is not State.CHECKPOINTED:
         return 3
     return 2 if record.membership else 1
 
@@ -221,6 +224,8 @@ def _record(document: dict[str, Any]) -> Record:
             m.get("image"),
             m.get("oom_score_adj"),
             m.get("along", False),
+            m.get("movable", False),
+            m.get("moved"),
         )
         for m in document["members"]
     )
@@ -236,6 +241,7 @@ def _record(document: dict[str, Any]) -> Record:
         controller=ProcessId(**controller) if controller else None,
         replaces=tuple(document.get("replaces", ())),
         membership=Membership(**{**membership, "hosts": tuple(membership["hosts"])}) if membership else None,
+        down=State(document.get("down", State.CHECKPOINTED)),
         since=document["since"],
     )
 

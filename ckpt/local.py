@@ -110,7 +110,7 @@ class LocalWorld:
 
     # Looking.
 
-    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = ()) -> Inventory:
+    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto") -> Inventory:
         refusals.check_driver(self.devices.version())
         self._said.clear()
         gpus = self.devices.gpus()
@@ -141,7 +141,7 @@ class LocalWorld:
         self._said |= self.agents.hellos(p for p in able if p not in self._said)
         hellos = {p.pid: hello for p in able if (hello := self._said.get(p))}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
-        members = {pid: dataclasses.replace(p, agent=pid in hellos) for pid, p in members.items()}
+        members = {pid: _with_agent(p, hellos.get(pid)) for pid, p in members.items()}
         silent = {p.pid for p in self.agents.silent}
         beside.refuse({pid: p for pid, p in members.items() if p.along}, along, silent)
         found = [hazards.silent(p) for p in members.values() if p.pid in silent]
@@ -155,7 +155,7 @@ class LocalWorld:
         found += hazards.of_gpus(gpus, {g.uuid for p in going.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
-        needed, room, short = self._host_room(list(going.values()))
+        needed, room, short = self._host_room(list(going.values()), method)
         ranks = _ranks_of({pid: hello for pid, hello in hellos.items() if pid in members})
         warnings = (*map(void_words, void), *self.journal.unreadable(), *advice(ranks))
         outside = beside.outsiders(
@@ -285,7 +285,7 @@ class LocalWorld:
         its mappings, for which the kernel walks every page: 10 ms a GiB."""
         member = next((m for r in self.journal.records() if (m := r.member(process))), None)
         if member and member.gpus and all(g.nbytes is not None for g in member.gpus):
-            return sum(g.nbytes or 0 for g in member.gpus)
+            return max(0, sum(g.nbytes or 0 for g in member.gpus) - sum((member.moved or {}).values()))
         if member and member.image and "nbytes" in member.image:
             return int(member.image["nbytes"])  # it may be on disk, and its mapping empty
         return self.devices.image_bytes(process.pid) if processes.is_same(process) else 0
@@ -318,8 +318,17 @@ class LocalWorld:
         fds = [fd for claim in claims for fd in claim.fds]
         return self.callers.start(call, process, timeout_s=timeout_s, gpu_map=gpu_map, initialise=initialise, image=image, claims=fds)
 
-    def ask(self, call: Call, processes_: Sequence[ProcessId], *, operation: str, timeout_s: float) -> dict[ProcessId, AgentPending]:
-        return self.agents.start(call, processes_, operation, timeout_s)
+    def ask(
+        self,
+        call: Call,
+        processes_: Sequence[ProcessId],
+        *,
+        operation: str,
+        timeout_s: float,
+        movable: Collection[ProcessId] = (),
+        keep: bool = False,
+    ) -> dict[ProcessId, AgentPending]:
+        return self.agents.start(call, processes_, operation, timeout_s, movable, keep)
 
     def wait(self, pending: Collection[Any], until: float) -> None:
         before = len(self._signals)
@@ -355,17 +364,17 @@ class LocalWorld:
             )
         self.wait((), min(until, self.now() + _POLL_S))
 
-    def _host_room(self, members: Sequence[GpuProcess]) -> tuple[int, HostRoom | None, list[Hazard]]:
-        """Host bytes that a checkpoint needs, the tightest room there is, and a hazard for each limit that it would break."""
-        going = [p for p in members if p.state is not State.CHECKPOINTED]
-        needed = sum(plan.image_need_bytes(p.gpus) for p in going)
+    def _host_room(self, members: Sequence[GpuProcess], method: str) -> tuple[int, HostRoom | None, list[Hazard]]:
+        """Host bytes that a suspend needs, the tightest room there is, and a hazard for each limit that it would break."""
+        going = [p for p in members if p.state is not State.CHECKPOINTED and not (p.state is State.DISARMED and method == "pool")]
+        needed = sum(plan.host_need_bytes(p, method) for p in going)
         if not going:
             return 0, None, []
         rooms: dict[str, tuple[HostRoom, int]] = {}
         for p in going:
             for room in host.host_rooms(p.pid, self.root):
                 known = rooms.get(room.limit)
-                rooms[room.limit] = (room, (known[1] if known else 0) + plan.image_need_bytes(p.gpus))
+                rooms[room.limit] = (room, (known[1] if known else 0) + plan.host_need_bytes(p, method))
         short = [
             Hazard(
                 "host-memory",
@@ -394,6 +403,12 @@ class LocalWorld:
 
 def _ranks_of(hellos: Mapping[int, Hello]) -> tuple[Rank, ...]:
     return tuple(Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", "")) for pid in sorted(hellos) for c in hellos[pid].communicators)
+
+
+def _with_agent(process: GpuProcess, hello: Hello | None) -> GpuProcess:
+    if hello is None:
+        return process
+    return dataclasses.replace(process, agent=True, vouched=not hello.hazards, movable=hello.movable, offloaded=hello.offloaded)
 
 
 def _ranks(hello: Hello | None) -> list[int] | None:

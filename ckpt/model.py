@@ -17,6 +17,7 @@ class State(enum.StrEnum):
 
     RUNNING = "running"
     QUIESCED = "quiesced"  # its agent holds it at its safe point, no GPU work in flight
+    OFFLOADED = "offloaded"  # and what its own allocator holds has left the GPU
     COMMS_SUSPENDED = "comms-suspended"  # and its communicators have given up what they import
     DISARMED = "disarmed"  # and its agent waits for a controller, whatever happens
     LOCKED = "locked"
@@ -35,10 +36,12 @@ class Call(enum.StrEnum):
     """What changes a process: an agent's calls, the driver's four, and those that move its image between memory and disk."""
 
     QUIESCE = "quiesce"
+    OFFLOAD = "offload"
     COMMS = "comms"
     DISARM = "disarm"
     ARM = "arm"
     COMMS_RESUME = "comms-resume"
+    ONLOAD = "onload"
     UNQUIESCE = "unquiesce"
     LOCK = "lock"
     CHECKPOINT = "checkpoint"
@@ -84,6 +87,7 @@ class Outcome:
     failed_in: str = ""  # "cuInit" where a restore ended before the driver was asked to restore
     hint: str = ""
     image: dict[str, Any] | None = None  # of a store: where it lies now
+    moved: dict[str, int] | None = None  # of an offload: "kept_bytes" and "dropped_bytes"
 
     @property
     def ok(self) -> bool:
@@ -127,6 +131,25 @@ class GpuBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Movable:
+    """Memory of a process that its own allocator can take off the GPU and back, as its agent sees it now.
+
+    ``kept_bytes`` go to host memory, ``dropped_bytes`` nowhere: a cache, which is empty afterwards. ``by``: whose allocator it is.
+    ``host_bytes``: what that takes of host memory now; its allocator may have some of it from an earlier time, or round up.
+    """
+
+    kept_bytes: int
+    dropped_bytes: int = 0
+    by: str = "gpuckpt.pool"
+    host_bytes: int | None = None  # as many as are kept
+    tags: tuple[Mapping[str, Any], ...] = ()  # each {"tag", "device", "bytes", "where"}: "gpu", "host" or "discarded"
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept_bytes + self.dropped_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class GpuProcess:
     """A process with CUDA state."""
 
@@ -139,6 +162,9 @@ class GpuProcess:
     stopped: bool = False  # SIGSTOP, ptrace stop, or a frozen cgroup
     agent: bool = False  # it has one that vouches for it
     along: bool = False  # taken along (``--with``): its communicators are suspended, and itself it is neither locked nor checkpointed
+    movable: Movable | None = None  # what its agent can take off the GPU beforehand
+    offloaded: bool = False  # its agent has done so
+    vouched: bool = False  # its agent knows of nothing in it that cannot be suspended
 
     @property
     def pid(self) -> int:
@@ -148,6 +174,9 @@ class GpuProcess:
     def nbytes(self) -> int:
         return sum(g.nbytes or 0 for g in self.gpus)
 
+
+#: By what a suspend takes memory off the GPU (``method.py``).
+METHODS = ("auto", "driver", "pool")
 
 #: Kinds of hazards that a person may take on with ``--accept-loss``.
 ACCEPTABLE_HAZARDS = ("possible-import", "nccl-communicator", "rdma", "mps", "host-memory")
@@ -248,8 +277,8 @@ class GpuReport:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """How one process was left. ``state`` is "running", "locked", "suspended", "held" (taken along: it stands still), "in-flight",
-    "lost", "gone" or "unknown"."""
+    """How one process was left. ``state`` is "running", "locked", "suspended", "suspended (pool)", "held" (taken along: it stands still),
+    "in-flight", "lost", "gone", "unknown", or where its agent holds it: "quiesced", "offloaded", "comms-suspended", "disarmed"."""
 
     pid: int
     name: str
@@ -260,6 +289,7 @@ class ProcessReport:
     note: str = ""
     disk_bytes: int = 0  # of its image, where that is on disk and not in host memory
     image: dict[str, Any] | None = None  # while suspended: how it was made, and where it lies
+    moved: Mapping[str, int] | None = None  # while suspended: what left by its own allocator, "kept_bytes" and "dropped_bytes"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
-from gpuckpt import errors, keeping, plan, room, sparing
+from gpuckpt import errors, keeping, method, plan, room, sparing
 from gpuckpt.barrier import END
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import as_member, total_retained, waits_for_others
@@ -36,10 +36,11 @@ class Operation(Reporting):
         *,
         tree: bool = True,
         along: Collection[int] = (),
+        by: str = "auto",
         keep_in: str = keeping.RAM,
         oom_score_adj: int | None = None,
     ) -> Report:
-        """Checkpoint the group of *targets*, and keep its images in the directory *keep_in*, or in host memory.
+        """Suspend the group of *targets* by a method (``method.py``), and keep its images in the directory *keep_in*, or in host memory.
 
         While it is suspended it has *oom_score_adj*, if one is given. What *along* stands for gives up its communicators with it, and
         stands at its safe point until the resume, its memory where it is.
@@ -47,16 +48,19 @@ class Operation(Reporting):
         Raises a :class:`GpuckptError` whose ``report`` tells how each process was left.
         """
         with self.holding(targets):
-            self.beside = frozenset(along)
+            self.method, self.beside = by, frozenset(along)
             inventory = self.inspect(targets, tree)
             self.refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
             self.set_deadline(sum(p.nbytes for p in inventory.processes))
             inventory, targets = self.claim_group(inventory, targets, tree)
-            already = all(p.state is (State.DISARMED if p.along else State.CHECKPOINTED) for p in inventory.processes)
-            already = already and not self.left_in_the_middle(inventory)
+            down = method.suspended(self, inventory)
+            already = len(down) == len(inventory.processes) and not self.left_in_the_middle(inventory)
+            if already:
+                method.refuse_on_top(self, inventory, keep_in)
             if not already or self.barrier.several:
                 part = self.part_in({p.id for p in inventory.processes})
                 self.refuse(inventory)
+                method.refuse(self, inventory, keep_in)
                 if not already:
                     keeping.refuse(self, keep_in, [p for p in inventory.processes if not p.along])
                 self.world.journal.prepare()
@@ -69,8 +73,9 @@ class Operation(Reporting):
             try:
                 self.walk(self.bottoms(), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
                 self.check_interruption()
-                with self.step("verify"):
-                    self._verify()
+                if by != "pool":
+                    with self.step("verify"):
+                        self._verify()
                 self.agree(END)
             except GpuckptError as cause:
                 self._undo(cause)
@@ -130,7 +135,9 @@ class Operation(Reporting):
             if done and self.barrier.several:
                 return self._settle([], dict.fromkeys(self.record.found, State.RUNNING))
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
-            if any(s is State.CHECKPOINTED for s in self.now.values()):
+            if gpu_map and State.CHECKPOINTED not in self.now.values():
+                raise errors.Usage("a process changes its GPU only where the driver has suspended it: these are suspended by their pool")
+            if any(self.needs_room(p, State.RUNNING) for p in self.now):
                 self.check_interruption()
                 room.claim(self, gpu_map, until=self.world.now() + wait_s)
             self.check_interruption()
@@ -155,13 +162,13 @@ class Operation(Reporting):
             self.look()
             self.give_up_the_bereft()
             record = self.record
-            goal = plan.recovery_goal(record.status, record.found, self.now, self.along)
+            goal = plan.recovery_goal(record.status, record.found, self.now, self.along, record.down)
             self.refuse_unanswered()
             if record.membership is not None and plan.needs_other_hosts(
                 record.status, record.membership.phase, goal, self.now, self.agents, self.along
             ):
                 self._end(waits_for_others(record, record.membership), goal)
-            reachable, blocked = self._with_room(goal, wait_s=0.0)
+            reachable, blocked = room.for_goal(self, goal, wait_s=0.0)
             failures = self.walk(reachable)
             if blocked is not None and not failures:
                 self._end(
@@ -216,21 +223,11 @@ class Operation(Reporting):
         older = [r for r in self.world.journal.records() if any(m.id in ids for m in r.members)]
         now = {p.id: p.state for p in inventory.processes}
         along = {p.id for p in inventory.processes if p.along}
-        belongs = {p: state for r in older for p, state in plan.recovery_goal(r.status, r.found, now, along).items()}
+        belongs = {p: state for r in older for p, state in plan.recovery_goal(r.status, r.found, now, along, r.down).items()}
         recorded = {m.id: m for r in older for m in r.members}
-        members = []
-        for p in inventory.processes:
-            before = recorded.get(p.id, as_member(p))
-            members.append(
-                dataclasses.replace(
-                    as_member(p),
-                    found=belongs.get(p.id, plan.belongs(p.state)),
-                    gpus=() if p.along else p.gpus or before.gpus,
-                    lost=before.lost,
-                    image=before.image,
-                    oom_score_adj=before.oom_score_adj,
-                )
-            )
+        members = [
+            as_member(p, before=recorded.get(p.id), found=belongs.get(p.id), offload=self.method != "driver") for p in inventory.processes
+        ]
         on = {g.uuid for m in members for g in m.gpus}
         gpus = {g.uuid: g for g in (*(g for r in older for g in r.gpus), *inventory.gpus)}
         self.record = Record(
@@ -242,8 +239,9 @@ class Operation(Reporting):
             controller=self.world.me,
             replaces=tuple(i for r in older for i in (*r.replaces, r.id)),
             membership=self.barrier.membership,
+            down=method.down(self.method),
         )
-        self.now = now
+        self.now, self.taken = now, method.taken(self, inventory)
         self.used_before, self.others_before = self.usage()
         for p in inventory.processes:
             for g in () if p.along else p.gpus:
@@ -314,7 +312,7 @@ class Operation(Reporting):
         self.record = dataclasses.replace(self.record, status=Status.UNDOING)
         self.save()
         goal = {p: s for p, s in self.record.found.items() if self.now.get(p) in plan.DEPTH}
-        goal, blocked = self._with_room(goal, wait_s=UNDO_WAIT_S)
+        goal, blocked = room.for_goal(self, goal, wait_s=UNDO_WAIT_S)
         try:
             failures = self.walk(goal)
             self.agree(END, failures)
@@ -343,15 +341,6 @@ class Operation(Reporting):
         if worse is not None and worse is not cause:
             worse.add_note(f"after: {cause.message}")
         self._end(worse or cause, self.record.found)
-
-    def _with_room(self, goal: dict[ProcessId, State], wait_s: float) -> tuple[dict[ProcessId, State], GpuckptError | None]:
-        """*goal*, its GPUs held and with room; or what of it needs no room, and why there is none."""
-        if any(self.now[p] is State.CHECKPOINTED and s is not State.CHECKPOINTED for p, s in goal.items()):
-            try:
-                room.claim(self, {}, until=self.world.now() + wait_s)
-            except GpuckptError as e:
-                return {p: State.CHECKPOINTED if self.now[p] is State.CHECKPOINTED else s for p, s in goal.items()}, e
-        return goal, None
 
     def _settle(self, failures: list[Failure], goal: Mapping[ProcessId, State]) -> Report:
         """After a resume or a recovery: done, or the first failure. A process that ended is no failure while others are left."""

@@ -11,12 +11,13 @@ from gpuckpt.inspect import processes
 from gpuckpt.journal import Member, Record, no_process, void_words
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
-from gpuckpt.words import HELD
+from gpuckpt.words import BY_POOL, HELD
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One process. ``state`` is a word of ``gpuckpt ps``: "running", "locked", "suspended", "held" (taken along), "suspending", "resuming",
+    """One process. ``state`` is a word of ``gpuckpt ps``: "running", "locked", "suspended", "suspended (pool)", "held" (taken along),
+    "suspending", "resuming",
     "in-flight", "stopped", "lost", "gone", "foreign" (NVML knows the pid, we cannot see the process) or "unknown"."""
 
     pid: int
@@ -24,7 +25,7 @@ class Row:
     user: str
     state: str
     gpus: tuple[GpuBytes, ...] = ()
-    host_bytes: int = 0  # of its image, where that is in memory
+    host_bytes: int = 0  # of its image, where that is in memory, and of what its pool keeps there
     disk_bytes: int = 0  # and where it is on disk
     since: float | None = None  # seconds since the epoch: when it was suspended
     by: str = ""
@@ -71,6 +72,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
         if record is not None and record.membership is not None:
             note = "; ".join(n for n in (note, _with_others(record.membership)) if n)
         nbytes = world.image_bytes(proc.id) if word == "suspended" else 0
+        moved = ((member.moved if member else None) or {}).get("kept_bytes", 0) if word in ("suspended", BY_POOL) else 0
         on_disk = nbytes if word == "suspended" and world.image(proc.id).get("dropped") else 0
         rows.append(
             Row(
@@ -79,9 +81,9 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
                 processes.user_name(processes.uid_of(pid)),
                 word,
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
-                nbytes - on_disk,
+                nbytes - on_disk + moved,
                 on_disk,
-                record.since if record and word in ("suspended", HELD) else None,
+                record.since if record and word in ("suspended", BY_POOL, HELD) else None,
                 record.by if record else "",
                 record.id if record else "",
                 note,
@@ -131,6 +133,8 @@ def _word(state: State, stopped: bool, busy: bool, record: Record | None, member
         return _plain(state), f"left in the middle ({record.status}): gpuckpt recover"
     if member is not None and member.along and state is State.DISARMED:
         return HELD, "taken along by a suspend: it stands at its safe point until the resume"
+    if record is not None and state is State.DISARMED and record.down is state:
+        return BY_POOL, "what its pool does not hold is on the GPU"
     if state is State.LOCKED:
         return "locked", "CUDA calls of the process wait: gpuckpt resume"
     return _plain(state), ""

@@ -9,61 +9,49 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from gpuckpt.model import GIB, MIB, Call, Gpu, GpuBytes, ProcessId, State, Status
+from gpuckpt.model import GIB, MIB, Call, Gpu, GpuBytes, GpuProcess, ProcessId, State, Status
 
+#: Each state below running: the call that leads down into it, and the one that leads up out of it.
+CALLS = {
+    State.QUIESCED: (Call.QUIESCE, Call.UNQUIESCE),
+    State.OFFLOADED: (Call.OFFLOAD, Call.ONLOAD),
+    State.COMMS_SUSPENDED: (Call.COMMS, Call.COMMS_RESUME),
+    State.DISARMED: (Call.DISARM, Call.ARM),
+    State.LOCKED: (Call.LOCK, Call.UNLOCK),
+    State.CHECKPOINTED: (Call.CHECKPOINT, Call.RESTORE),
+}
 #: How far down a process is.
-DEPTH = {
-    State.RUNNING: 0,
-    State.QUIESCED: 1,
-    State.COMMS_SUSPENDED: 2,
-    State.DISARMED: 3,
-    State.LOCKED: 4,
-    State.CHECKPOINTED: 5,
-}
-#: The call that takes a process one step down, and one step up.
-DOWN = {
-    State.RUNNING: Call.QUIESCE,
-    State.QUIESCED: Call.COMMS,
-    State.COMMS_SUSPENDED: Call.DISARM,
-    State.DISARMED: Call.LOCK,
-    State.LOCKED: Call.CHECKPOINT,
-}
-UP = {
-    State.CHECKPOINTED: Call.RESTORE,
-    State.LOCKED: Call.UNLOCK,
-    State.DISARMED: Call.ARM,
-    State.COMMS_SUSPENDED: Call.COMMS_RESUME,
-    State.QUIESCED: Call.UNQUIESCE,
-}
-#: What a call turns a process into.
-RESULT = {
-    Call.QUIESCE: State.QUIESCED,
-    Call.COMMS: State.COMMS_SUSPENDED,
-    Call.DISARM: State.DISARMED,
-    Call.LOCK: State.LOCKED,
-    Call.CHECKPOINT: State.CHECKPOINTED,
-    Call.RESTORE: State.LOCKED,
-    Call.UNLOCK: State.DISARMED,
-    Call.ARM: State.COMMS_SUSPENDED,
-    Call.COMMS_RESUME: State.QUIESCED,
-    Call.UNQUIESCE: State.RUNNING,
-}
-#: Where an agent may hold a process that the driver calls running; nobody means to leave it there.
-AGENT_STAGES = frozenset({State.QUIESCED, State.COMMS_SUSPENDED, State.DISARMED})
+DEPTH = {state: depth for depth, state in enumerate((State.RUNNING, *CALLS))}
+_INTO = {down: state for state, (down, _) in CALLS.items()}
+_OUT_OF = {up: state for state, (_, up) in CALLS.items()}
+#: Where an agent may hold a process that the driver calls running.
+AGENT_STAGES = frozenset({State.QUIESCED, State.OFFLOADED, State.COMMS_SUSPENDED, State.DISARMED})
+#: Those of them in which what its own allocator held has left the GPU, if it was to.
+AWAY = frozenset({State.OFFLOADED, State.COMMS_SUSPENDED, State.DISARMED})
 #: Calls that move an image between host memory and disk; no step of the walk, which ends where the driver's calls end.
 IMAGE_CALLS = frozenset({Call.STORE, Call.DROP, Call.LOAD})
 #: Calls that an agent makes, on the program's own thread; the others are the driver's.
-AGENT_CALLS = frozenset({Call.QUIESCE, Call.COMMS, Call.DISARM, Call.ARM, Call.COMMS_RESUME, Call.UNQUIESCE})
+AGENT_CALLS = frozenset(call for state in AGENT_STAGES for call in CALLS[state])
+#: Of these the ones that move memory: they take as long as its bytes do.
+MOVES_BYTES = frozenset({Call.OFFLOAD, Call.ONLOAD, Call.CHECKPOINT, Call.RESTORE})
 
 
-def result(call: Call, *, agent: bool) -> State:
-    """What *call* turns a process into: without an agent the driver's unlock is the end of the way back."""
-    return State.RUNNING if call is Call.UNLOCK and not agent else RESULT[call]
+def way(*, agent: bool, movable: bool) -> tuple[State, ...]:
+    """The states that a process goes through on its way down. Without an agent it has nothing to do before the lock, and what is not
+    *movable* by the program's own allocator the driver takes."""
+    return tuple(s for s in DEPTH if (agent or s not in AGENT_STAGES) and (movable or s is not State.OFFLOADED))
 
 
-def depth(state: State, *, agent: bool) -> int:
-    """Where *state* is on the way; a process without an agent has nothing to do before the lock."""
-    return DEPTH[State.DISARMED if state is State.RUNNING and not agent else state]
+def below(state: State, steps: tuple[State, ...]) -> State:
+    """The next of *steps* down from *state*, which need not be one of them."""
+    return next(s for s in steps if DEPTH[s] > DEPTH[state])
+
+
+def result(call: Call, *, agent: bool, movable: bool = False) -> State:
+    """What *call* turns a process into."""
+    if call in _INTO:
+        return _INTO[call]
+    return [s for s in way(agent=agent, movable=movable) if DEPTH[s] < DEPTH[_OUT_OF[call]]][-1]
 
 
 #: Free GPU memory beyond the recorded bytes that a restore must find. NVML counts a process in 2 MiB pages, and a restore
@@ -89,60 +77,72 @@ def belongs(state: State) -> State:
 
 
 def next_phase(
-    now: Mapping[ProcessId, State], goal: Mapping[ProcessId, State], agents: Collection[ProcessId] = frozenset()
+    now: Mapping[ProcessId, State],
+    goal: Mapping[ProcessId, State],
+    agents: Collection[ProcessId] = frozenset(),
+    movable: Collection[ProcessId] = frozenset(),
 ) -> Phase | None:
-    """The next calls on the way from *now* to *goal*; None when nothing is left to do. *agents*: those that have one.
+    """The next calls on the way from *now* to *goal*; None when nothing is left to do.
+
+    *agents*: those that have one. *movable*: those of them whose own allocator takes its memory off the GPU.
 
     All of a step come before the first of the next: every lock before a checkpoint, every restore before an unlock. What must come
     up comes up before anything goes down. Processes in a state without depth (gone, failed, unknown) are left alone.
     """
-    here = {p: depth(now[p], agent=p in agents) for p in sorted(goal) if now.get(p) in DEPTH and goal[p] in DEPTH}
-    gap = {p: at - depth(goal[p], agent=p in agents) for p, at in here.items()}
-    if up := [p for p, distance in gap.items() if distance > 0]:
-        deepest = max(here[p] for p in up)
-        those = tuple(p for p in up if here[p] == deepest)
-        return Phase(UP[now[those[0]]], those)
-    if down := [p for p, distance in gap.items() if distance < 0]:
-        shallowest = min(here[p] for p in down)
-        those = tuple(p for p in down if here[p] == shallowest)
-        return Phase(Call.LOCK if shallowest == DEPTH[State.DISARMED] else DOWN[now[those[0]]], those)
+    here = {p: now[p] for p in sorted(goal) if now.get(p) in DEPTH and goal[p] in DEPTH}
+    if up := [p for p, state in here.items() if DEPTH[state] > DEPTH[goal[p]]]:
+        deepest = max((here[p] for p in up), key=DEPTH.__getitem__)
+        return Phase(CALLS[deepest][1], tuple(p for p in up if here[p] is deepest))
+    steps = {p: way(agent=p in agents, movable=p in movable) for p in here}
+    if down := {p: below(state, steps[p]) for p, state in here.items() if DEPTH[state] < DEPTH[goal[p]]}:
+        first = min(down.values(), key=DEPTH.__getitem__)
+        return Phase(CALLS[first][0], tuple(p for p, state in down.items() if state is first))
     return None
 
 
 def phases(
-    now: Mapping[ProcessId, State], goal: Mapping[ProcessId, State], agents: Collection[ProcessId] = frozenset()
+    now: Mapping[ProcessId, State],
+    goal: Mapping[ProcessId, State],
+    agents: Collection[ProcessId] = frozenset(),
+    movable: Collection[ProcessId] = frozenset(),
 ) -> tuple[Phase, ...]:
     """The whole way from *now* to *goal* if every call succeeds."""
     states, found = dict(now), []
-    while phase := next_phase(states, goal, agents):
+    while phase := next_phase(states, goal, agents, movable):
         found.append(phase)
-        states.update({p: result(phase.call, agent=p in agents) for p in phase.processes})
+        states.update({p: result(phase.call, agent=p in agents, movable=p in movable) for p in phase.processes})
     return tuple(found)
 
 
-def bottom(process: ProcessId, along: Collection[ProcessId]) -> State:
-    """What *process* is while its group is suspended. One of those taken *along* waits for a controller, and keeps what it has."""
-    return State.DISARMED if process in along else State.CHECKPOINTED
+def bottom(process: ProcessId, along: Collection[ProcessId], down: State = State.CHECKPOINTED) -> State:
+    """What *process* is while its group is suspended: *down*, but that one of those taken *along* waits for a controller, and keeps what it
+    has."""
+    return State.DISARMED if process in along else down
 
 
 def recovery_goal(
-    status: Status, found: Mapping[ProcessId, State], now: Mapping[ProcessId, State], along: Collection[ProcessId] = ()
+    status: Status,
+    found: Mapping[ProcessId, State],
+    now: Mapping[ProcessId, State],
+    along: Collection[ProcessId] = (),
+    down: State = State.CHECKPOINTED,
 ) -> dict[ProcessId, State]:
-    """Where the processes of an unfinished operation belong, given their states *now*. *along*: those that were taken along, which go
-    back when nobody is left whom they could wait for.
+    """Where the processes of an unfinished operation belong, given their states *now*. *down*: what counts as suspended in it. *along*:
+    those that were taken along, which go back when nobody is left whom they could wait for.
+
 
     A suspend that had reached every process is finished, any other is undone. A resume that had restored any process is
     finished, any other is left suspended.
     """
     alive = [p for p in found if now.get(p) in DEPTH]
-    down = {p: bottom(p, along) for p in alive}
-    all_down = all(now[p] is down[p] for p in alive) and (not alive or not set(alive) <= set(along))
+    suspended = {p: bottom(p, along, down) for p in alive}
+    all_down = all(now[p] is suspended[p] for p in alive) and (not alive or not set(alive) <= set(along))
     if status in (Status.SUSPENDING, Status.SUSPENDED) and all_down:
-        return down
+        return suspended
     if status is Status.RESUMING:
-        return down if all_down else dict.fromkeys(alive, State.RUNNING)
+        return suspended if all_down else dict.fromkeys(alive, State.RUNNING)
     if status is Status.SUSPENDED:
-        return {p: belongs(now[p]) for p in alive}
+        return {p: down if now[p] is down and p not in along else belongs(now[p]) for p in alive}
     return {p: found[p] for p in alive if found[p] in DEPTH}
 
 
@@ -162,7 +162,8 @@ def needs_other_hosts(
     moving = [p for p, state in goal.items() if now[p] is not state]
     if status is Status.RESUMING or (status is Status.SUSPENDING and phase != "joined"):
         return any(now[p] is not bottom(p, along) for p in goal)
-    harmless = all(now[p] is State.QUIESCED or (now[p] is State.LOCKED and p not in agents) for p in moving)
+    alone = (State.QUIESCED, State.OFFLOADED)
+    harmless = all(now[p] in alone or (now[p] is State.LOCKED and p not in agents) for p in moving)
     return bool(moving) and not (phase == "joined" and harmless)
 
 
@@ -170,6 +171,15 @@ def image_need_bytes(held: Iterable[GpuBytes]) -> int:
     """Host memory that a checkpoint of a process holding *held* takes; an unknown figure counts as nothing here."""
     nbytes = sum(g.nbytes or 0 for g in held)
     return nbytes + nbytes // 64 + IMAGE_MARGIN_BYTES
+
+
+def host_need_bytes(process: GpuProcess, method: str) -> int:
+    """Host memory that a suspend of *process* by *method* takes: what is dropped takes none, and without the driver nothing else moves."""
+    moving = process.movable if method != "driver" else None
+    kept = 0 if moving is None else moving.kept_bytes if moving.host_bytes is None else moving.host_bytes
+    if method == "pool":
+        return kept
+    return kept + max(IMAGE_MARGIN_BYTES, image_need_bytes(process.gpus) - (moving.nbytes if moving else 0))
 
 
 def room_need_bytes(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from gpuckpt import keeping, plan, room
+from gpuckpt import keeping, method, plan, room
 from gpuckpt.errors import GpuckptError
-from gpuckpt.group import Group, as_found
+from gpuckpt.group import Group, as_found, as_member
 from gpuckpt.model import GpuReport, ProcessReport, Report, State
 from gpuckpt.words import HELD, word
 
@@ -20,15 +21,21 @@ class Preview(Group):
         *,
         tree: bool = True,
         along: Collection[int] = (),
+        by: str = "auto",
         keep_in: str = keeping.RAM,
         oom_score_adj: int | None = None,  # noqa: ARG002 - as the operation has it
     ) -> Report:
         """What a suspend would do; ``details["plan"]`` has it. Touches nothing."""
-        self.beside = frozenset(along)
+        self.method, self.beside = by, frozenset(along)
         inventory = self.inspect(targets, tree)
         self.set_deadline(sum(p.nbytes for p in inventory.processes))
         now = {p.id: p.state for p in inventory.processes}
+        down = method.suspended(self, inventory)
         try:
+            if len(down) == len(now):
+                method.refuse_on_top(self, inventory, keep_in)
+            else:
+                method.refuse(self, inventory, keep_in)
             self.refuse(inventory)
             keeping.refuse(self, keep_in, [p for p in inventory.processes if not p.along])
             refused = None
@@ -37,10 +44,15 @@ class Preview(Group):
         self.now = now
         beside = {p.id for p in inventory.processes if p.along}
         available = inventory.host_room.available_bytes if inventory.host_room else None
+        agents = {p.id for p in inventory.processes if p.agent}
+        movable = {p.id for p in inventory.processes if as_member(p, offload=by != "driver").movable}
+        goal = {p: down.get(p, plan.bottom(p, beside, method.down(by))) for p in now}
+        self.taken = method.taken(self, inventory)
         return self._previewed(
-            plan.phases(now, {p: plan.bottom(p, beside) for p in now}, {p.id for p in inventory.processes if p.agent}),
-            as_found(inventory),
+            plan.phases(now, goal, agents, movable) if not refused or by != "pool" else (),
+            as_found(inventory, down),
             refused=refused,
+            movable={str(p.pid): dataclasses.asdict(p.movable) for p in inventory.processes if p.movable},
             timeout_seconds=self.deadline - self._begun,
             host_bytes_needed=inventory.needed_host_bytes,
             host_bytes_available=available,
@@ -65,19 +77,20 @@ class Preview(Group):
         gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
         need = room.need(self, gpu_map)
         short = room.shortages(self, need, gpu_map)
+        held = self.world.held()
         rows = [
             ProcessReport(
                 m.id.pid,
                 m.name,
-                "lost" if m.lost else HELD if m.along and self.is_down(m.id) else word(self.now[m.id]),
-                tuple(GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus),
+                "lost" if m.lost else HELD if m.along and self.is_down(m.id) else word(self.now[m.id], by_pool=self.is_down(m.id)),
+                tuple(GpuReport(g.uuid, g.nbytes, held.get(m.id.pid, {}).get(g.uuid, 0)) for g in m.gpus),
                 self.world.image_bytes(m.id) if self.now[m.id] is State.CHECKPOINTED else 0,
             )
             for m in record.members
             if self.now[m.id] is not State.GONE
         ]
         return self._previewed(
-            plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING), self.agents),
+            plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING), self.agents, self.movable),
             rows,
             refused=room.no_room(self, short[0]).as_dict() if short else None,
             gpu_bytes_needed=need,
@@ -87,4 +100,5 @@ class Preview(Group):
 
     def _previewed(self, phases: Sequence[plan.Phase], rows: Sequence[ProcessReport], **more: object) -> Report:
         steps = [{"name": str(p.call), "pids": [i.pid for i in p.processes]} for p in phases]
-        return self.report(rows, details={"dry_run": True, "plan": {"steps": steps, **more}})
+        way = {"method": self.taken} if self.taken else {}
+        return self.report(rows, details={"dry_run": True, "plan": {"steps": steps, **more}, **way})

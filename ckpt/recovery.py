@@ -21,7 +21,7 @@ def unfinished(world: World) -> list[Record]:
         states = world.states(m.id for m in record.members)
         alive = [m for m in record.members if states[m.id] is not State.GONE]
         along = {m.id for m in record.members if m.along}
-        whole = record.status is Status.SUSPENDED and all(states[m.id] is plan.bottom(m.id, along) or m.lost for m in alive)
+        whole = record.status is Status.SUSPENDED and all(states[m.id] is plan.bottom(m.id, along, record.down) or m.lost for m in alive)
         whole = whole and any(not m.along or m.lost for m in alive)
         marked = any(m.waiting for m in record.members)
         if not whole or marked:

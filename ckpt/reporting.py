@@ -7,6 +7,7 @@ import dataclasses
 from gpuckpt import keeping
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found
+from gpuckpt.method import suspended
 from gpuckpt.model import GpuReport, Inventory, ProcessReport, Report, State, Status
 from gpuckpt.words import HELD, word
 
@@ -22,10 +23,15 @@ class Reporting(Group):
     def _already(self, inventory: Inventory) -> Report:
         self.now = self.now or {p.id: p.state for p in inventory.processes}
         known = {m.id: m for r in self.world.journal.records() for m in r.members}
+        down = suspended(self, inventory)
         rows = []
-        for p, row in zip(inventory.processes, as_found(inventory), strict=True):
+        for p, row in zip(inventory.processes, as_found(inventory, down), strict=True):
             kept = keeping.Kept.of(self, p.id, known.get(p.id), row.host_bytes) if p.state is State.CHECKPOINTED else keeping.NOWHERE
-            rows.append(dataclasses.replace(row, host_bytes=kept.host_bytes, disk_bytes=kept.disk_bytes, image=kept.image))
+            moved = known[p.id].moved if p.id in down and p.id in known else None
+            host_bytes = kept.host_bytes + (moved or {}).get("kept_bytes", 0)
+            by_pool = sum(g.bytes_after or 0 for g in row.gpus) if p.id in down and p.state is State.DISARMED else 0
+            row = dataclasses.replace(row, host_bytes=host_bytes, disk_bytes=kept.disk_bytes, image=kept.image)  # noqa: PLW2901
+            rows.append(dataclasses.replace(row, moved=moved, retained_bytes=by_pool))
         report = dataclasses.replace(self.report(rows, already=True), hazards=())  # they are of a suspend, and there is none
         self._close("already")
         return report
@@ -41,19 +47,22 @@ class Reporting(Group):
         rows, retained = [], dict(self.record.retained)
         for m in self.record.members:
             state = self.now.get(m.id, State.GONE)
-            held_along = m.along and self.is_down(m.id) and self.record.status is Status.SUSPENDED
-            called = "lost" if m.lost and state is not State.GONE else HELD if held_along else word(state)
+            checkpointed, down = state is State.CHECKPOINTED, self.is_down(m.id) and self.record.status is Status.SUSPENDED
+            called = "lost" if m.lost and state is not State.GONE else HELD if m.along and down else word(state, by_pool=down)
             here = held.get(m.id.pid, {}) if state is not State.GONE else {}
             gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus}
             for uuid, nbytes in here.items():
                 before = nbytes if m.along else gpus[uuid].bytes_before if uuid in gpus else 0
                 gpus[uuid] = GpuReport(uuid, before, nbytes)
-            down = state is State.CHECKPOINTED
-            image = keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if down else keeping.NOWHERE
-            kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if state is State.CHECKPOINTED else 0
-            where = (image.host_bytes, kept, m.lost or m.waiting, image.disk_bytes, image.image)
+            image = keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if checkpointed else keeping.NOWHERE
+            kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if checkpointed else 0
+            if down and not checkpointed and not m.along:
+                kept = sum(nbytes or 0 for nbytes in here.values())
+            moved = m.moved if checkpointed or down else None
+            in_host = image.host_bytes + (moved or {}).get("kept_bytes", 0)
+            where = (in_host, kept, m.lost or m.waiting, image.disk_bytes, image.image, moved)
             rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
-        return self.report(rows, ok=ok, error=error.as_dict() if error else None)
+        return self.report(rows, ok=ok, error=error.as_dict() if error else None, details={"method": self.taken} if self.taken else {})
 
     def _close(self, outcome: str) -> None:
         self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()})

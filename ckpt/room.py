@@ -62,6 +62,28 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
             walk.world.wait((), min(until, walk.world.now() + 0.2))
 
 
+def for_goal(walk: Walk, goal: Mapping[ProcessId, State], wait_s: float) -> tuple[dict[ProcessId, State], GpuckptError | None]:
+    """*goal*, its GPUs held and with room; or how far each process goes without, and why there is none."""
+    coming = [p for p, s in goal.items() if walk.needs_room(p, s)]
+    if coming:
+        try:
+            claim(walk, {}, until=walk.world.now() + wait_s)
+        except GpuckptError as e:
+            return {p: _without(walk, p, s, p in coming) for p, s in goal.items()}, e
+    return dict(goal), None
+
+
+def _without(walk: Walk, process: ProcessId, goal: State, coming: bool) -> State:
+    """How far *process* goes if there is no room for all. Communicators come back on every rank or on none, so those whose agents have
+    suspended them wait disarmed; whoever has memory to bring back (*coming*) waits as it is, though not locked."""
+    state = walk.now[process]
+    if plan.DEPTH[goal] >= plan.DEPTH[state]:
+        return goal
+    if process in walk.agents and state in (State.COMMS_SUSPENDED, State.DISARMED, State.LOCKED):
+        return State.DISARMED
+    return state if coming else goal
+
+
 def shortages(walk: Walk, needed: Mapping[str, int], gpu_map: Mapping[str, str]) -> list[plan.Shortage]:
     """Why the restore may not be called now. On the GPUs that it came from they must be as they were; moved, that means nothing."""
     assert walk.record is not None
@@ -73,21 +95,22 @@ def unclaimed_restores(walk: Walk, uuids: Collection[str]) -> list[ProcessId]:
     """Processes of other groups whose restore onto one of these GPUs may be under way although nobody holds the GPU for it.
 
     The driver goes on with a restore when its controller and its caller are killed together, as by the end of a service or
-    container. What it has yet to take would look free to us.
+    container, and an agent brings its process's memory back when its controller is gone. What they have yet to take would look free to us.
     """
     assert walk.record is not None
     found = []
     for record in walk.world.journal.records():
         if record.id != walk.record.id and record.status is not Status.SUSPENDED:
-            near = [m.id for m in record.members if not m.along and (not m.gpus or any(g.uuid in uuids for g in m.gpus))]
-            found += [p for p, state in walk.world.states(near).items() if state is State.BLOCKED]
+            near = {m.id: m for m in record.members if not m.along and (not m.gpus or any(g.uuid in uuids for g in m.gpus))}
+            states = walk.world.states(near)
+            found += [p for p, state in states.items() if state is State.BLOCKED or (near[p].movable and state in plan.AWAY)]
     return found
 
 
 def still_coming(walk: Walk, process: ProcessId) -> GpuckptError:
     stopped = f"kill -CONT {process}, then " if walk.world.stopped(process) else "when it has ended, "
     return errors.Busy(
-        f"{walk.world.describe(process.pid)} was left in the middle on the same GPU, and the driver may still be restoring it; "
+        f"{walk.world.describe(process.pid)} was left in the middle on the same GPU, and may still take its memory back; "
         "nothing was restored; the suspended process is intact",
         hint=f"{stopped}gpuckpt recover",
         pid=process.pid,
@@ -96,11 +119,15 @@ def still_coming(walk: Walk, process: ProcessId) -> GpuckptError:
 
 
 def need(walk: Walk, gpu_map: Mapping[str, str]) -> dict[str, int]:
-    """Free bytes that restoring the suspended members needs on each GPU; estimated from the images where nobody recorded it."""
+    """Free bytes that bringing back the suspended members needs on each GPU; estimated from the images where nobody recorded it."""
     assert walk.record is not None
-    down = [m for m in walk.record.members if walk.now.get(m.id) is State.CHECKPOINTED and not m.lost]
+    coming = [m for m in walk.record.members if not m.lost and walk.needs_room(m.id, State.RUNNING)]
     held: list[GpuBytes] = []
-    for m in down:
+    for m in coming:
+        if walk.now[m.id] is not State.CHECKPOINTED:  # the driver left it its rest
+            here = walk.world.held().get(m.id.pid, {})
+            held += [GpuBytes(g.uuid, max(0, (g.nbytes or 0) - (here.get(g.uuid) or 0))) for g in m.gpus]
+            continue
         known = [g for g in m.gpus if g.nbytes is not None]
         if known and len(known) == len(m.gpus):
             held += known

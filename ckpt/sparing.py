@@ -16,7 +16,7 @@ from gpuckpt.walk import Walk
 def spare(walk: Walk, score_adj: int) -> None:
     """Set the ``oom_score_adj`` of the suspended group to *score_adj*. Where that fails it warns: the group is suspended all the same."""
     assert walk.record is not None
-    members = [m for m in walk.record.members if walk.now.get(m.id) is State.CHECKPOINTED and not m.lost]
+    members = [m for m in walk.record.members if walk.is_down(m.id) and not m.lost and not m.along]
     for m in members:
         before = _read(m.id.pid)
         if m.oom_score_adj is None and before is not None:
@@ -35,7 +35,7 @@ def tidy(walk: Walk) -> None:
     """Set it back for those that are suspended no longer. One that somebody has changed meanwhile is set back too."""
     assert walk.record is not None
     for m in walk.record.members:
-        if m.oom_score_adj is not None and walk.now.get(m.id) not in (State.CHECKPOINTED, State.BLOCKED):
+        if m.oom_score_adj is not None and not walk.is_down(m.id) and walk.now.get(m.id) is not State.BLOCKED:
             if processes.is_same(m.id) and (why := _write(m.id.pid, m.oom_score_adj)):
                 walk.warnings.append(f"the oom_score_adj of pid {m.id} could not be set back to {m.oom_score_adj}: {why}")
             walk.record = walk.record.with_member(m.id, oom_score_adj=None)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gpuckpt import errors, plan
+from gpuckpt import errors, plan, verdict
 from gpuckpt.barrier import Alone, Barrier
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
@@ -16,6 +16,8 @@ from gpuckpt.journal import Record
 from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Report, State, Step
 from gpuckpt.world import Claim, Pending, World
 
+#: What an agent does without being asked, when its controller is gone.
+_BACK_BY_ITSELF = (Call.COMMS_RESUME, Call.ONLOAD, Call.UNQUIESCE)
 #: How long a lock that was asked to end may take before its caller is left to itself, in seconds.
 LOCK_GRACE_S = 10.0
 
@@ -62,6 +64,9 @@ class Walk:
         self._seconds: dict[int, float] = {}  # of the calls of the step that is under way, by pid
         self.warnings: list[str] = []
         self.hazards: tuple[Hazard, ...] = ()
+        self.method = "auto"  # of a suspend (``method.py``)
+        self.taken: dict[str, Any] = {}  # which way that takes, and why
+        self.keep_comms = False  # communicators stay as they are: the driver has no part in this, and they cannot be suspended
         self.record: Record | None = None
         self.now: dict[ProcessId, State] = {}
         self._tell = tell
@@ -85,13 +90,34 @@ class Walk:
         """Members that are taken along."""
         return frozenset(m.id for m in self.record.members if m.along) if self.record else frozenset()
 
+    @property
+    def movable(self) -> frozenset[ProcessId]:
+        """Members whose own allocator takes memory off the GPU."""
+        return frozenset(m.id for m in self.record.members if m.movable) if self.record else frozenset()
+
+    def bottom(self, process: ProcessId) -> State:
+        """What *process* is when the group is suspended."""
+        return plan.bottom(process, self.along, self.record.down if self.record else State.CHECKPOINTED)
+
     def bottoms(self) -> dict[ProcessId, State]:
-        """What each process is when the group is suspended."""
-        return {p: plan.bottom(p, self.along) for p in self.now}
+        """That of each."""
+        return {p: self.bottom(p) for p in self.now}
 
     def is_down(self, process: ProcessId) -> bool:
         """Whether *process* is as it is when the group is suspended."""
-        return self.now.get(process) is plan.bottom(process, self.along)
+        return self.now.get(process) is self.bottom(process)
+
+    def needs_room(self, process: ProcessId, goal: State) -> bool:
+        """Whether *process* takes GPU memory on its way to *goal*."""
+        state = self.now.get(process)
+        if state not in plan.DEPTH or goal not in plan.DEPTH:
+            return False
+        moves = [State.CHECKPOINTED, *([State.OFFLOADED] if process in self.movable else [])]
+        return any(plan.DEPTH[goal] < plan.DEPTH[s] <= plan.DEPTH[state] for s in moves)
+
+    def result(self, call: Call, process: ProcessId) -> State:
+        """What *call* turns *process* into."""
+        return plan.result(call, agent=process in self.agents, movable=process in self.movable)
 
     def walk(
         self,
@@ -104,7 +130,7 @@ class Walk:
         """Go phase by phase to *goal*. With *stop* the first failure is raised when its phase has ended, else the others go on."""
         goal = dict(goal)
         failures: list[Failure] = []
-        while phase := plan.next_phase(self.now, goal, self.agents):
+        while phase := plan.next_phase(self.now, goal, self.agents, self.movable):
             if stop:
                 self.check_interruption()
                 self.check_deadline(phase.call)
@@ -141,7 +167,17 @@ class Walk:
         initialise = phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus())
         if phase.call in plan.AGENT_CALLS:
             assert self.record is not None
-            calls.update(world.ask(phase.call, phase.processes, operation=self.record.id, timeout_s=max(0.05, self.deadline - begun)))
+            left_s = max(0.05, self.deadline - begun)
+            calls.update(
+                world.ask(
+                    phase.call,
+                    phase.processes,
+                    operation=self.record.id,
+                    timeout_s=left_s,
+                    movable=self.movable,
+                    keep=self.keep_comms,
+                )
+            )
         for process in phase.processes if phase.call not in plan.AGENT_CALLS else ():
             try:
                 calls[process] = world.start(
@@ -181,7 +217,9 @@ class Walk:
             pending.release()
             return self._left_in_flight(call, process, pending.caller_pid)
         if outcome.ok:
-            self.now[process] = plan.result(call, agent=process in self.agents)
+            self.now[process] = self.result(call, process)
+            if call is Call.OFFLOAD and self.record is not None:
+                self.record = self.record.with_member(process, moved=outcome.moved)
             if call is Call.LOCK:
                 self.guards[process] = pending
             return None
@@ -191,12 +229,10 @@ class Walk:
             self.world.wait((), self.world.now() + 0.1)  # its caller was killed: the driver goes on with the call in the target
             state = self.world.states([process])[process]
         self.now[process] = state
-        quicker = {Call.COMMS_RESUME: (State.QUIESCED, State.RUNNING), Call.UNQUIESCE: (State.RUNNING,)}.get(call, ())
-        if outcome.result == "agent:ILLEGAL_STATE" and state in quicker:
+        further = call in _BACK_BY_ITSELF and state in plan.DEPTH and plan.DEPTH[state] <= plan.DEPTH[self.result(call, process)]
+        if outcome.result == "agent:ILLEGAL_STATE" and further:
             return None  # it goes back by itself where a controller was killed
-        if state is plan.result(call, agent=process in self.agents) and (
-            outcome.result == "VANISHED" or call in (Call.RESTORE, Call.UNLOCK)
-        ):
+        if state is self.result(call, process) and (outcome.result == "VANISHED" or call in (Call.RESTORE, Call.UNLOCK)):
             how = "its caller was killed" if outcome.result == "VANISHED" else f"it failed with CUDA_ERROR_{outcome.result}"
             self.warnings.append(f"{call} of pid {process}: {how}, but the driver completed the call: the process is {state}")
             return None
@@ -213,84 +249,15 @@ class Walk:
         if self.record is not None:
             self.record = self.record.with_member(process, waiting=f"{call} by caller {caller_pid}")
             self.save()
+        who = self.world.describe(process.pid)
         if call in plan.AGENT_CALLS:
-            return self._agent_in_flight(call, process)
-        then = "it unlocks itself when the driver grants it" if call is Call.LOCK else f"the driver goes on with the {call}"
-        stopped = f"pid {process} is stopped: kill -CONT {process}, then " if self.world.stopped(process) else "when it has ended, "
-        return Failure(
-            process,
-            errors.InFlight(
-                f"{call} of {self.world.describe(process.pid)} has not returned by the deadline; its caller (pid {caller_pid}) was left "
-                f"to itself: {then}",
-                hint=f"{stopped}gpuckpt recover",
-                pid=process.pid,
-                step=call,
-            ),
-        )
-
-    def _agent_in_flight(self, call: Call, process: ProcessId) -> Failure:
-        who = self.world.describe(process.pid)
-        hint = "when it has answered, or been ended: gpuckpt recover"
-        return Failure(
-            process, errors.InFlight(f"the agent of {who} has not done its {call} by the deadline", hint=hint, pid=process.pid, step=call)
-        )
-
-    def _agent_error(self, call: Call, process: ProcessId, outcome: Outcome) -> GpuckptError:
-        """Words for what an agent could not do. Communicators that broke on the way are broken for good."""
-        who = self.world.describe(process.pid)
-        where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
-        if outcome.result == "agent:NOT_READY":
-            hint = "a longer --timeout" + (", or call it in its loop" if "checkpoint_here" in outcome.message else "")
-            return errors.Deadline(f"{who}: {outcome.message}; it goes on running", hint=hint, **where)
-        if call in (Call.COMMS, Call.COMMS_RESUME, Call.UNQUIESCE) and outcome.result == "agent:FAILED":
-            what = "resume and verify" if call is Call.COMMS_RESUME else "suspend"
-            hint = f"end the job and start it again: kill {process}"
-            return errors.Lost(f"{who} could not {what} its communicators: {outcome.message}", hint=hint, **where)
-        if outcome.result == "agent:DROPPED":
-            return errors.Aborted(f"{call} of {who}: {outcome.message}", **where)
-        cls = errors.Busy if call is Call.QUIESCE else errors.InFlight
-        return cls(f"the agent of {who} did not begin its {call}: {outcome.message}", hint="gpuckpt recover", **where)
+            return Failure(process, verdict.agent_in_flight(who, call, process))
+        return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, stopped=self.world.stopped(process)))
 
     def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State, gpu_map: Mapping[str, str]) -> GpuckptError:
         """Words for a failed call. *state*: what the driver says of the process now."""
-        who = self.world.describe(process.pid)
-        where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
-        if outcome.result.startswith("agent:") and state is not State.GONE:
-            return self._agent_error(call, process, outcome)
-        if outcome.result.startswith("gpuckpt:"):
-            cls = errors.by_code().get(outcome.result[8:], GpuckptError)
-            return cls(outcome.message or outcome.result, hint=outcome.hint or "gpuckpt doctor", **where)
-        if state is State.GONE:
-            return errors.Aborted(f"{who} ended during {call}", **where)
-        if call is Call.RESTORE and state is State.CHECKPOINTED and gpu_map and outcome.result == "INVALID_VALUE":
-            return errors.NotAsFound(
-                f"the driver refused to restore {who} by this map of GPUs (CUDA_ERROR_INVALID_VALUE); it is still suspended",
-                hint=f"on the GPUs that it came from: gpuckpt resume {process}",
-                **where,
-            )
-        if call is Call.RESTORE and state in (State.CHECKPOINTED, State.FAILED) and outcome.answered:
-            return errors.Lost(
-                f"restore of {who} failed (CUDA_ERROR_{outcome.result}); its GPU state cannot be brought back",
-                hint=f"end it and start it again: kill {process}",
-                **where,
-            )
-        if call is Call.LOCK and outcome.result == "NOT_READY":
-            return errors.Deadline(
-                f"{who} was busy on the GPU beyond the deadline; it goes on running",
-                hint="a longer --timeout, or suspend it between two steps of its work",
-                **where,
-            )
-        if call is Call.CHECKPOINT and outcome.result == "NOT_SUPPORTED":
-            return errors.ManagedMemory(
-                f"the driver cannot checkpoint {who}: CUDA_ERROR_NOT_SUPPORTED, as for managed memory (cudaMallocManaged)",
-                hint="start the program without managed memory (torch and vLLM use none by default)",
-                **where,
-            )
-        if state is State.DENIED:
-            return errors.PermissionDenied(
-                f"the driver does not let us touch {who}", hint=f"sudo gpuckpt {self.command} {process}", **where
-            )
-        return errors.DriverError(f"{call} of {who} failed: CUDA_ERROR_{outcome.result}; the driver says it is {state}", **where)
+        who, movable = self.world.describe(process.pid), process in self.movable
+        return verdict.of_call(who, call, process, outcome, state, command=self.command, gpu_map=gpu_map, movable=movable)
 
     def look(self) -> None:
         """Take in each process's state. One that the driver answers for waits for no call any more."""
@@ -333,9 +300,9 @@ class Walk:
         self.deadline = self._begun + self._timeout_s
 
     def _limit(self, call: Call, begun: float) -> float:
-        """When a call that has not returned is left to itself. A checkpoint or restore gets as long as its bytes may take."""
+        """When a call that has not returned is left to itself. One that moves memory gets as long as its bytes may take."""
         assert self.record is not None
-        if call is Call.LOCK or call in plan.AGENT_CALLS:
+        if call not in plan.MOVES_BYTES:
             return max(self.deadline, begun) + min(2.0, self._timeout_s or 2.0)
         return max(self.deadline, begun) + self.patience_s(sum(g.nbytes or 0 for m in self.record.members for g in m.gpus))
 

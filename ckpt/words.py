@@ -23,11 +23,15 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
+#: A process whose pool and communicators have left the GPU, and nothing else.
+BY_POOL = "suspended (pool)"
 #: A process that was taken along by a suspend: it stands at its safe point until the resume.
 HELD = "held"
 
 
-def word(state: State) -> str:
-    """The word that people see for a driver state."""
+def word(state: State, *, by_pool: bool = False) -> str:
+    """The word that people see for a driver state. *by_pool*: it is meant to be disarmed."""
+    if by_pool and state is State.DISARMED:
+        return BY_POOL
     words = {State.CHECKPOINTED: "suspended", State.BLOCKED: "in-flight", State.FAILED: "lost"}
     return words.get(state, str(state))

@@ -56,9 +56,12 @@ class World(Protocol):
         """Signals that asked us to stop, in order of arrival."""
         ...
 
-    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = ()) -> Inventory:
+    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto") -> Inventory:
         """The CUDA processes that *targets* stand for, and those to take along that *along* stands for, with their hazards. Raises for
-        one that is none."""
+        one that is none.
+
+        *method*: by which a suspend would move their memory, which decides how much host memory that takes.
+        """
         ...
 
     def states(self, processes: Iterable[ProcessId]) -> dict[ProcessId, State]:
@@ -103,10 +106,20 @@ class World(Protocol):
         claims: Sequence[Any] = (),
     ) -> Pending: ...
 
-    def ask(self, call: Call, processes: Sequence[ProcessId], *, operation: str, timeout_s: float) -> Mapping[ProcessId, Pending]:
+    def ask(
+        self,
+        call: Call,
+        processes: Sequence[ProcessId],
+        *,
+        operation: str,
+        timeout_s: float,
+        movable: Collection[ProcessId] = (),
+        keep: bool = False,
+    ) -> Mapping[ProcessId, Pending]:
         """Begin the *call* of the agents of *processes*; an agent answers after at most *timeout_s*, or not at all.
 
         What they do together (``agent.protocol.TOGETHER``) all begin, or none: those that were ready then end as "agent:DROPPED".
+        A quiesce tells those that are *movable* that an offload follows; with *keep* the communicators are left alone.
         """
         ...
 

@@ -24,7 +24,7 @@ UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 #: Keys that the documents of some commands have beyond those of all, and what they are where the command failed.
 ONLY_OF: dict[str, dict[str, Any]] = {
-    "suspend": {"dry_run": False, "plan": None},
+    "suspend": {"dry_run": False, "plan": None, "method": None},
     "resume": {"dry_run": False, "plan": None},
     "ps": {"gpus": []},
     "status": {"gpus": []},

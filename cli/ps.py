@@ -13,7 +13,7 @@ import click
 from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, look_timeout_option, print_json, warn, within
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Gpu, Report
-from gpuckpt.words import HELD, duration, size
+from gpuckpt.words import BY_POOL, HELD, duration, size
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "running": "green",
     "suspended": "cyan",
+    BY_POOL: "cyan",
     HELD: "cyan",
     "lost": "red",
     "in-flight": "yellow",

@@ -165,7 +165,8 @@ def run(
                 prepared = _with_library(prepared)
             rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
             first, later = ("ram", keep_in[4:]) if keep_in.startswith("ram,") else (keep_in, "")
-            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe, first, later)
+            method = "driver" if keep else "auto"  # its own allocator would drop the cache
+            policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe, first, later, method)
             if keep_in != "ram":
                 _check_place(later or first, prepared)
             sharing = Sharing(share, pin, least_awake_s)

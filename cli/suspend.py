@@ -9,9 +9,9 @@ from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, show
 from gpuckpt.cli.progress import Bar
 from gpuckpt.cli.rendezvous import rendezvous_options
 from gpuckpt.image import paths
-from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
+from gpuckpt.model import ACCEPTABLE_HAZARDS, METHODS, Report
 from gpuckpt.rendezvous.choice import Choice
-from gpuckpt.words import HELD, size
+from gpuckpt.words import BY_POOL, HELD, size
 
 
 @click.command()
@@ -35,6 +35,14 @@ from gpuckpt.words import HELD, size
     "its memory where it is. It needs an agent. Repeatable.",
 )
 @rendezvous_options
+@click.option(
+    "--method",
+    type=click.Choice(METHODS),
+    default="auto",
+    show_default=True,
+    help="auto: what lies in a pool of the program leaves first, the driver takes the rest. driver: it takes all. "
+    "pool: no driver call; what lies in no pool stays on the GPU.",
+)
 @click.option(
     "--keep-in",
     default="ram",
@@ -60,6 +68,7 @@ def suspend(
     nodes: int | None,
     node_rank: int | None,
     rendezvous_key: str | None,
+    method: str,
     keep_in: str,
     oom_score_adj: int | None,
     timeout_s: float | None,
@@ -78,6 +87,7 @@ def suspend(
       gpuckpt suspend 4242 --rendezvous c10d://host0:29400/job --nodes 2 --rendezvous-key job.key    on each of two hosts
       gpuckpt suspend 4242 --keep-in /var/lib/images
       gpuckpt suspend SERVER --with TRAINER    where they share a communicator
+      gpuckpt suspend 4242 --method pool    where the driver cannot checkpoint
     """
 
     def body() -> Report:
@@ -87,6 +97,8 @@ def suspend(
             chosen.refuse_run()
             if along:
                 raise errors.Usage("--with takes pids: a run is suspended as it is", hint="name a pid of the run's processes: gpuckpt ps")
+            if method != "auto":
+                raise errors.Usage("--method takes pids: a run is suspended as it was started", hint="leave --method out")
             return ask_run(targets[0], "suspend", timeout_s=timeout_s)
         from gpuckpt import early
 
@@ -104,7 +116,7 @@ def suspend(
             kind = Preview if dry_run else Operation
             accept = frozenset(accept_loss)
             operation = kind(world, "suspend", timeout_s=timeout_s, accept=accept, tell=bar.tell, watch=bar.watch, barrier=barrier)
-            return operation.suspend(pids(targets), tree=not no_tree, along=along, keep_in=keep_in, oom_score_adj=oom_score_adj)
+            return operation.suspend(pids(targets), tree=not no_tree, along=along, by=method, keep_in=keep_in, oom_score_adj=oom_score_adj)
 
     execute("suspend", as_json, body, show_plan if dry_run else show)
 
@@ -123,8 +135,12 @@ def show(report: Report) -> None:
             click.echo(f"held: pid {p.pid} ({p.name})  stands at its safe point until the resume, and keeps {kept}")
             continue
         moved = ", ".join(f"{size(g.bytes_before)} → {size(g.bytes_after)} on {g.uuid}" for g in p.gpus)
-        click.echo(f"suspended: pid {p.pid} ({p.name})  {moved}")
+        stays = f"; {size(p.retained_bytes)} stay on the GPU" if p.state == BY_POOL else ""
+        click.echo(f"{p.state}: pid {p.pid} ({p.name})  {moved}{stays}")
     if not report.already:
+        way = report.details.get("method")
+        if way and (way["taken"] != "driver" or way["asked"] != "auto"):
+            click.echo(f"method {way['taken']}: {way['why']}")
         held, on_disk = (sum(getattr(p, name) for p in report.processes) for name in ("host_bytes", "disk_bytes"))
         where = ", ".join(f"{size(n)} {what}" for n, what in ((held, "in host memory"), (on_disk, "on disk")) if n) or "nothing held"
         for p in report.processes if not report.simulated else ():  # simulated times are made up
@@ -145,4 +161,5 @@ def show_plan(report: Report) -> None:
     click.echo(f"host memory needed {size(plan['host_bytes_needed'])}, there is {room}")
     for h in report.hazards:
         click.echo(f"hazard {h.kind}: {h.message}\n  try: {h.hint}")
+    click.echo(f"method {report.details['method']['taken']}: {report.details['method']['why']}")
     click.echo("would be refused" if plan["refused"] else f"would go ahead; deadline {plan['timeout_seconds']:.0f} s")

@@ -26,8 +26,8 @@ from tests.schedules import FIRST_PID, Event, Played, Player, Proc, Schedule, St
 from tests.test_properties import check
 from tests.test_rendezvous_properties import check as check_hosts
 
-#: Two ranks with agents, on a GPU each.
-JOB = (Proc(agent=True), Proc(gpus=(1,), agent=True))
+#: Two ranks with agents, on a GPU each; the first has a pool.
+JOB = (Proc(agent=True, pool_gib=2), Proc(gpus=(1,), agent=True))
 SUSPEND = Step("suspend", keep=True)
 
 FAULTS = {
@@ -84,7 +84,7 @@ UNAVOIDABLE = {
 }
 #: Why a process may be left where it is, named, when all else is over.
 HELD_WHY = {
-    "agent lost": "its program stands at its safe point, and nobody else can tell it to go on; on the GPU all is as it was",
+    "agent lost": "its program stands at its safe point, and nobody else can tell it to go on; what it had is there, or in its pool's copy",
     "store lost": "a host that cannot ask the others leaves its part as it is; the same command on all brings it back, by a new store too",
 }
 #: How long into a call something happens to it, in seconds: into a quick one (a lock), and into a slow one (a checkpoint).

@@ -112,7 +112,7 @@ class MemoryWorld:
 
     # Looking.
 
-    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = ()) -> Inventory:
+    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto") -> Inventory:
         self.point("inspect")
         machine = self.machine
         for pid in (*targets, *along):
@@ -131,8 +131,11 @@ class MemoryWorld:
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(id_.pid, {}).items())),
                 machine.rules.processes[id_.pid].image_bytes,
                 id_.pid in machine.stopped,
-                machine.has_agent(id_.pid),
+                agent := machine.has_agent(id_.pid),
                 id_.pid in along,
+                machine.agents[id_.pid].movable if agent else None,
+                machine.agents[id_.pid].offloaded if agent else False,
+                agent,
             )
             for id_, state in states.items()
             if id_.pid in machine.rules.processes
@@ -204,7 +207,16 @@ class MemoryWorld:
         self.machine.enqueue(pending)
         return pending
 
-    def ask(self, call: Call, processes: Sequence[ProcessId], *, operation: str, timeout_s: float) -> dict[ProcessId, AgentCall]:
+    def ask(
+        self,
+        call: Call,
+        processes: Sequence[ProcessId],
+        *,
+        operation: str,
+        timeout_s: float,
+        movable: Collection[ProcessId] = (),
+        keep: bool = False,
+    ) -> dict[ProcessId, AgentCall]:
         if call not in TOGETHER:
             asked = {}
             for p in processes:

@@ -36,6 +36,7 @@ class Proc:
     trait: str = ""
     busy_s: float = 0.0
     agent: bool = False
+    pool_gib: int = 0  # of its GPU memory: what its agent can move
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Step:
     timeout_s: float | None = None
     wait_s: float = 0.0
     keep: bool = False  # a suspend keeps its images on disk
+    by: str = "auto"  # the method of a suspend
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Player:
             machine.groups[pid] = p.group
             machine.busy_until[pid] = p.busy_s
             if p.agent and p.found is State.RUNNING:
-                machine.agents[pid] = Agent(machine, pid)
+                machine.agents[pid] = Agent(machine, pid, pool_bytes=min(p.pool_gib, p.gib) * GIB)
             if p.found is not State.RUNNING:
                 machine.rules.lock(pid)
             if p.found is State.CHECKPOINTED and "managed" not in p.trait:
@@ -163,7 +165,8 @@ class Player:
                 return (1 if failed else 0), reports, None
             if step.command == "suspend":
                 with mock.patch.object(keeping, "refuse"):  # of directories and libraries nothing is known here
-                    return 0, [operation.suspend(targets, keep_in="/images" if step.keep else keeping.RAM)], None
+                    keep_in = "/images" if step.keep and step.by != "pool" else keeping.RAM
+                    return 0, [operation.suspend(targets, by=step.by, keep_in=keep_in)], None
             return 0, [operation.resume(targets, wait_s=step.wait_s)], None
         except Crash:
             return None, [], None
@@ -232,6 +235,20 @@ def ranks() -> st.SearchStrategy[tuple[Proc, ...]]:
     return st.lists(one, min_size=1, max_size=4).map(tuple)
 
 
+def pools() -> st.SearchStrategy[tuple[Proc, ...]]:
+    """Processes with agents, most of them with a pool, in two groups on the same GPUs."""
+    one = st.builds(
+        Proc,
+        group=st.sampled_from([0, 0, 1]),
+        gpus=st.sampled_from([(0,), (0,), (1,)]),
+        gib=st.sampled_from([4, 6]),
+        busy_s=st.sampled_from([0.0, 0.0, 2.0]),
+        agent=st.sampled_from([True] * 7 + [False]),
+        pool_gib=st.sampled_from([0, 2, 5]),
+    )
+    return st.lists(one, min_size=1, max_size=4).map(tuple)
+
+
 def processes() -> st.SearchStrategy[tuple[Proc, ...]]:
     one = st.builds(
         Proc,
@@ -276,6 +293,7 @@ def steps(commands: str, longest: int) -> st.SearchStrategy[tuple[Step, ...]]:
         st.sampled_from([None, None, 0.5, 10.0]),
         st.sampled_from([0.0, 0.0, 5.0]),
         st.booleans(),
+        st.sampled_from(["auto", "auto", "driver", "pool"]),
     )
     return st.lists(one, min_size=1, max_size=longest).map(tuple)
 

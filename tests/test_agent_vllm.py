@@ -63,6 +63,12 @@ class Server:
     def ask(self, name: str, tokens: int = 8, engine: int = 0) -> list[int]:
         return self.tokens(self.send(name, tokens, engine))
 
+    def ask_of_the_engine(self, what: str) -> None:
+        """Its own "sleep" or "wake_up"."""
+        self.front.tell(what)
+        self.done.pop(what, None)
+        self.tokens(what)
+
     def states(self) -> set[State]:
         known = self.machine.world.peek().rules.processes
         return {known[pid].state for pid in self.workers}

@@ -52,7 +52,6 @@ CASES = {
 #: Those without a test. A line goes when a test comes.
 WITHOUT = {
     45: "of what the pool leaves on the GPU, which is not part of gpuckpt yet",
-    47: "the pool's; vLLM's own sleep, which a run uses, drops the prefix cache as well",
     48: "the pool's: nothing wakes by tag yet",
     49: "the pool's, and for a GPU",
     50: "the pool's: nothing wakes by tag yet",

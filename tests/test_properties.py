@@ -19,9 +19,10 @@ from gpuckpt.journal import Record
 from gpuckpt.model import State, Status
 from gpuckpt.plan import AGENT_STAGES
 from gpuckpt.recovery import unfinished
+from gpuckpt.words import BY_POOL
 from tests.memory_machine import Fault
 from tests.memory_world import MemoryWorld, described
-from tests.schedules import TIGHT_GIB, Event, Played, Player, Proc, Schedule, Step, ranks, schedules
+from tests.schedules import TIGHT_GIB, Event, Played, Player, Proc, Schedule, Step, pools, ranks, schedules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,12 +99,11 @@ def check_exit(played: Played, belongs: dict[int, State]) -> None:
             assert state in (played.before[pid], belongs.get(pid)), f"{pid} is {state} after exit {played.code}"
     if played.code == 0:
         goal = "suspended" if played.step.command == "suspend" else "running"
-        told = {w for w in played.words.values() if w != "gone"}
+        told = {w.removesuffix(" (pool)") for w in played.words.values() if w != "gone"}
         assert told <= {goal, "lost"} if played.step.command == "suspend" else told <= {goal}
         for pid, word in played.words.items():
-            assert word in ("gone", "lost") or alive.get(pid, State.CHECKPOINTED if word == "suspended" else State.RUNNING) is (
-                State.CHECKPOINTED if word == "suspended" else State.RUNNING
-            )
+            meant = {"suspended": State.CHECKPOINTED, BY_POOL: State.DISARMED}.get(word, State.RUNNING)
+            assert word in ("gone", "lost") or alive.get(pid, meant) is meant
     if played.code == 3:
         assert played.error is not None
         assert played.error.pid or played.words
@@ -131,6 +131,8 @@ def check_end(player: Player, start: dict[int, State], named: dict[int, str], la
             assert start.get(pid) is State.LOCKED
         elif state in AGENT_STAGES:
             assert pid in inside, f"its agent holds {pid} and no record says so"
+        elif state is State.RUNNING and player.machine.has_agent(pid):
+            assert not player.machine.agents[pid].offloaded, f"{pid} runs without its memory"
         elif state is State.CHECKPOINTED:
             assert start.get(pid) is State.CHECKPOINTED or pid in inside, f"{pid} is suspended and no record says so"
         elif state is State.RUNNING and start.get(pid) is State.CHECKPOINTED:
@@ -139,7 +141,7 @@ def check_end(player: Player, start: dict[int, State], named: dict[int, str], la
         check_record(record, player, lost)
     world = MemoryWorld(player.machine)
     left = [r for r in unfinished(world) if not any(m.lost for m in r.members)]
-    full = player.schedule.gpu_gib == TIGHT_GIB and any(r.error and r.error["step"] == "room" for r in last.reports)
+    full = player.schedule.gpu_gib == TIGHT_GIB and any(r.error and r.error["step"] in ("room", "onload") for r in last.reports)
     assert not left or full, [described(r) for r in left]
 
 
@@ -148,9 +150,10 @@ def check_record(record: Record, player: Player, lost: set[int]) -> None:
     alive = {m.id.pid: m for m in record.members if m.id.pid in states}
     assert alive, f"a record of the dead: {described(record)}"
     assert all(m.id.pid in lost for m in alive.values() if m.lost), f"called lost, and is not: {described(record)}"
-    assert any(states[pid] is State.CHECKPOINTED or pid in lost for pid in alive), f"a record of a group that runs: {described(record)}"
+    away = {record.down, State.OFFLOADED, State.DISARMED}  # without room it may have come back no further
+    assert any(states[pid] in away or pid in lost for pid in alive), f"a record of a group that runs: {described(record)}"
     if record.status is Status.SUSPENDED:
-        assert all(states[pid] is State.CHECKPOINTED or pid in lost for pid in alive), f"not suspended: {described(record)}"
+        assert all(states[pid] is record.down or pid in lost for pid in alive), f"not suspended: {described(record)}"
     assert not record.retained, f"nothing was exported: {described(record)}"
 
 
@@ -159,7 +162,7 @@ def check_restorable(player: Player) -> None:
     player.machine.mend()
     doomed = player.machine.may_be_lost
     for pid in player.states():
-        if player.states()[pid] is State.CHECKPOINTED:
+        if player.states()[pid] in (State.CHECKPOINTED, State.DISARMED, State.OFFLOADED):
             played = player.play(Step("resume", (pid,)))
             note(f"resume {pid}: exit {played.code}, {played.error!r}")
             full = player.schedule.gpu_gib == TIGHT_GIB and isinstance(played.error, errors.GpuMemory)
@@ -264,6 +267,21 @@ def test_killed_at_every_point(what: str, after_s: float, found: tuple[State, St
     assert killed > 60
 
 
+@pytest.mark.parametrize("by", ["auto", "pool"])
+@pytest.mark.parametrize("after_s", [0.0, 0.005])
+def test_killed_at_every_point_with_a_pool(by: str, after_s: float) -> None:
+    """kill -9 between any two steps of a suspend of two ranks, one with a pool, and of the resume that follows."""
+    processes = (Proc(agent=True, pool_gib=2), Proc(gpus=(1,), agent=True))
+    suspend = Step("suspend", by=by)
+    for steps in ((suspend,), (suspend, Step("resume"))):
+        player = Player.of(Schedule(processes, ()))
+        points = [player.play(step).points for step in steps][-1]
+        assert points > 20
+        for point in range(points):
+            last = dataclasses.replace(steps[-1], events=(Event(point, "crash", after_s=after_s),))
+            check(Schedule(processes, (*steps[:-1], last)))
+
+
 @pytest.mark.parametrize("found", [RUNNING, CHECKPOINTED])
 def test_stopped_at_every_point(found: State) -> None:
     """SIGSTOP between any two steps of a suspend to disk, and of the move there of what was suspended before."""
@@ -308,3 +326,8 @@ def test_sequences(part: int) -> None:
 @pytest.mark.parametrize("part", range(2))
 def test_jobs_with_agents(part: int) -> None:
     run(700, "suspend resume recover", 3, ranks())
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_jobs_with_pools(part: int) -> None:
+    run(350, "suspend resume recover", 4, pools())

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from gpuckpt.agent.communicators import Communicators
+    from gpuckpt.agent.memory import Memory
     from gpuckpt.agent.server import Agent
 
 __all__ = ["checkpoint_here", "idle", "install"]
@@ -32,8 +33,10 @@ def install(
     *,
     summon: Callable[[int], None] | None = None,
     safe_point: str = "gpuckpt.agent.checkpoint_here()",
+    memory: Memory | None = None,
 ) -> None:
-    """Start this process's agent; a second call does nothing. *communicators*: by default, those of torch and vLLM.
+    """Start this process's agent; a second call does nothing. *communicators*: by default, those of torch and vLLM. *memory*: what
+    can leave the GPU ahead of the driver's copy; by default what is in ``gpuckpt.pool``.
 
     A program whose loop sleeps gives *summon*, which makes it come to its safe point: it is called on the agent's thread, with the number
     of the visit that is wanted, and with 0 when none is any more. *safe_point* is what a person calls that point.
@@ -44,6 +47,7 @@ def install(
     if _agent is not None:
         return
     from gpuckpt.agent import protocol
+    from gpuckpt.agent.memory import PoolMemory
     from gpuckpt.agent.nccl import NcclCommunicators
     from gpuckpt.agent.server import Agent
     from gpuckpt.inspect import processes
@@ -51,7 +55,7 @@ def install(
     me = processes.read(os.getpid())
     assert me is not None
     path = protocol.make_directory(os.geteuid()) / protocol.socket_name(me.pid, me.start_ticks)
-    made = Agent(communicators or NcclCommunicators(), path, summon, safe_point)
+    made = Agent(communicators or NcclCommunicators(), path, summon, safe_point, memory or PoolMemory())
     made.start()
     _agent = made
     os.register_at_fork(after_in_child=_forget)

@@ -9,13 +9,13 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpuckpt.agent import protocol
 from gpuckpt.inspect import processes
-from gpuckpt.model import Call, Outcome, ProcessId, State
+from gpuckpt.model import Call, Movable, Outcome, ProcessId, State
 
 #: How long an agent may take to say hello, or that it is ready, in seconds: its thread does nothing else.
 HELLO_DEADLINE_S = 5.0
@@ -24,11 +24,13 @@ _ANSWER_MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What an agent says of its process: its stage, its communicators, and what it cannot vouch for."""
+    """What an agent says of its process: its stage, its communicators, what it cannot vouch for, and what memory it can move or has."""
 
     stage: State
     communicators: tuple[dict[str, Any], ...]
     hazards: tuple[str, ...]
+    movable: Movable | None = None
+    offloaded: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +51,8 @@ class AgentPending:
     def receive(self) -> None:
         answer = self.link.answer(self.number)
         if answer is not None:
-            self.outcome = Outcome(f"agent:{answer['result']}" if answer["result"] != "SUCCESS" else "SUCCESS", message=answer["message"])
+            result = "SUCCESS" if answer["result"] == "SUCCESS" else f"agent:{answer['result']}"
+            self.outcome = Outcome(result, message=answer["message"], moved=answer.get("moved"))
 
     def ready(self, until: float) -> bool:
         """Whether the agent says by *until* that it can begin; what it says else is the outcome."""
@@ -136,16 +139,32 @@ class Agents:
             elif answer["result"] != "SUCCESS":
                 found[process] = Hello(State(answer["stage"]), (), (f"its agent cannot look at it: {answer['message']}",))
             else:
-                found[process] = Hello(State(answer["stage"]), tuple(answer["communicators"]), tuple(answer["hazards"]))
+                seen = answer.get("movable")  # an agent of an earlier version knows nothing of it
+                movable = Movable(**{**seen, "tags": tuple(seen.get("tags", ()))}) if seen else None
+                ranks, hazards = tuple(answer["communicators"]), tuple(answer["hazards"])
+                found[process] = Hello(State(answer["stage"]), ranks, hazards, movable, bool(answer.get("offloaded")))
         return found
 
-    def start(self, call: Call, processes_: Sequence[ProcessId], operation: str, timeout_s: float) -> dict[ProcessId, AgentPending]:
-        """Ask the agents of *processes_* for *call*. Of what they do together either all have been told to begin, or none."""
+    def start(
+        self,
+        call: Call,
+        processes_: Sequence[ProcessId],
+        operation: str,
+        timeout_s: float,
+        movable: Collection[ProcessId] = (),
+        keep: bool = False,
+    ) -> dict[ProcessId, AgentPending]:
+        """Ask the agents of *processes_* for *call*. Of what they do together either all have been told to begin, or none.
+
+        A quiesce tells those that are *movable* that an offload follows; with *keep* the communicators are left alone.
+        """
         if call not in protocol.TOGETHER:
-            return {p: self._ask(call, p, operation, timeout_s) for p in processes_}
+            more = {p: {"offload": p in movable} if call is Call.QUIESCE else {} for p in processes_}
+            return {p: self._ask(call, p, operation, timeout_s, **more[p]) for p in processes_}
         ours, theirs = os.pipe()  # theirs is what we write to: closed by our death, too
         try:
-            calls = {p: self._ask(call, p, operation, timeout_s, ours) for p in processes_}
+            left_alone = {"keep": keep} if call is Call.COMMS else {}
+            calls = {p: self._ask(call, p, operation, timeout_s, ours, **left_alone) for p in processes_}
             until = time.monotonic() + HELLO_DEADLINE_S
             ready = [c.ready(until) for c in calls.values()]
             if all(ready):
@@ -158,12 +177,12 @@ class Agents:
                 self.links.pop(p).sock.close()  # what it says later is not for the next question
         return calls
 
-    def _ask(self, call: Call, process: ProcessId, operation: str, timeout_s: float, pipe: int | None = None) -> AgentPending:
+    def _ask(self, call: Call, process: ProcessId, operation: str, timeout_s: float, pipe: int | None = None, **more: Any) -> AgentPending:
         link = self._connect(process)
         if link is None:
             gone = Link(socket.socketpair()[0])
             return AgentPending(call, process, gone, outcome=Outcome("agent:VANISHED", message="the agent does not answer"))
-        return AgentPending(call, process, link, link.ask(call, pipe, operation=operation, seconds=timeout_s))
+        return AgentPending(call, process, link, link.ask(call, pipe, operation=operation, seconds=timeout_s, **more))
 
     def close(self) -> None:
         for link in self.links.values():

@@ -1,7 +1,9 @@
 """What controller and agent say to each other: where the socket is, the calls, the stages of a process that has an agent.
 
-One JSON object a line. A request has a number, and names a call, the operation and the seconds that are left. Its answer has that number,
-a ``result`` ("SUCCESS", "NOT_READY", "ILLEGAL_STATE", "DROPPED", "FAILED"), the ``stage`` that the agent is in now, and words.
+One JSON object a line. A request has a number, and names a call, the operation and the seconds that are left; "quiesce" also says whether
+an ``offload`` will follow, "comms" whether the communicators are to be left alone (``keep``). Its answer has that number, a ``result``
+("SUCCESS", "NOT_READY", "ILLEGAL_STATE", "DROPPED", "FAILED"), the ``stage`` that the agent is in now, and words; of an offload the bytes
+that ``moved``.
 
 What all ranks must do or none (``TOGETHER``) comes with the read end of one pipe for all of them. An agent answers "READY" and waits:
 a byte in the pipe, which nobody takes out, is the word for all at once; a pipe closed without one means that nothing was begun.
@@ -22,15 +24,23 @@ from gpuckpt.model import ProcessId, State
 
 VERSION = 3
 
-#: Agent call -> (stage it needs, stage it leads to). The way down, and the way back.
-MOVES: dict[str, tuple[State, State]] = {
-    "quiesce": (State.RUNNING, State.QUIESCED),
-    "comms": (State.QUIESCED, State.COMMS_SUSPENDED),
-    "disarm": (State.COMMS_SUSPENDED, State.DISARMED),
-    "arm": (State.DISARMED, State.COMMS_SUSPENDED),
-    "comms-resume": (State.COMMS_SUSPENDED, State.QUIESCED),
-    "unquiesce": (State.QUIESCED, State.RUNNING),
+#: Agent call -> (stages that it may begin in, stage that it leads to). The way down, and the way back.
+MOVES: dict[str, tuple[tuple[State, ...], State]] = {
+    "quiesce": ((State.RUNNING,), State.QUIESCED),
+    "offload": ((State.QUIESCED,), State.OFFLOADED),
+    "comms": ((State.QUIESCED, State.OFFLOADED), State.COMMS_SUSPENDED),
+    "disarm": ((State.COMMS_SUSPENDED,), State.DISARMED),
+    "arm": ((State.DISARMED,), State.COMMS_SUSPENDED),
+    "comms-resume": ((State.COMMS_SUSPENDED,), State.OFFLOADED),
+    "onload": ((State.OFFLOADED,), State.QUIESCED),
+    "unquiesce": ((State.QUIESCED,), State.RUNNING),
 }
+
+
+def leads_to(call: str, offloaded: bool) -> State:
+    """The stage that *call* leads to: where nothing was *offloaded* the communicators come back to a process that is quiesced."""
+    return State.QUIESCED if call == "comms-resume" and not offloaded else MOVES[call][1]
+
 
 #: Calls that every rank makes, or none.
 TOGETHER = frozenset({"comms", "disarm", "arm", "comms-resume"})

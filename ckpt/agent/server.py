@@ -1,6 +1,7 @@
 """The agent: a thread in the program that carries messages. GPU and NCCL work runs on the program's own thread, at its safe point.
 
-Stages (``protocol.MOVES``): running → quiesced (the program stands at its safe point) → communicators suspended → disarmed.
+Stages (``protocol.MOVES``): running → quiesced (the program stands at its safe point) → offloaded, where its own allocator has something
+to take off the GPU → communicators suspended → disarmed.
 A controller that vanishes before *disarm* leaves a process that goes back by itself, on every rank; after it nothing happens
 until a controller comes, since from then on the process may be locked, checkpointed, or on another GPU. A new controller is answered
 only when all that others had sent, and their end, has been taken in: a late request of a dead one cannot overtake its look.
@@ -27,12 +28,20 @@ from typing import Any
 
 from gpuckpt.agent import protocol
 from gpuckpt.agent.communicators import Communicators
+from gpuckpt.agent.memory import Memory, PoolMemory
 from gpuckpt.model import State
 
 _REQUEST_MAX_BYTES = 1 << 16
 _FDS_MAX = 1
 #: How long to wait before a connection that could not be taken is tried again, in seconds.
 _NO_DESCRIPTOR_S = 0.05
+
+
+_ON_THE_PROGRAMS_THREAD = frozenset({"offload", "comms", "comms-resume", "onload"})  # and "quiesce", by its coming to the safe point
+
+
+class _HalfWayError(Exception):
+    """An offload that failed, and could not be taken back."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +72,7 @@ class Agent:
     path: Path
     summon: Callable[[int], None] | None = None  # told of the visit that begins, and 0 when it is over
     safe_point: str = "gpuckpt.agent.checkpoint_here()"  # what to call it
+    memory: Memory = field(default_factory=PoolMemory)
     wanted: bool = False
     idle: Callable[[], None] | None = None  # makes the program's device current in a thread of ours: the program uses no GPU for now
     stage: State = State.RUNNING
@@ -72,12 +82,16 @@ class Agent:
     _connections: list[_Connection] = field(default_factory=list)
     _standing: threading.Lock = field(default_factory=threading.Lock)  # held by who stands at the safe point
     _visit: int = 0  # counts the quiesces: what belongs to an earlier one must not count for this one
-    _jobs: queue.SimpleQueue[tuple[int, str, Callable[[], None] | None]] = field(default_factory=queue.SimpleQueue)  # None: go on
-    _done: queue.SimpleQueue[tuple[int, str, str]] = field(default_factory=queue.SimpleQueue)  # (visit, call, error words or "")
+    _jobs: queue.SimpleQueue[tuple[int, str, Callable[[], Any] | None]] = field(default_factory=queue.SimpleQueue)  # None: go on
+    _done: queue.SimpleQueue[tuple[int, str, str, Any]] = field(
+        default_factory=queue.SimpleQueue
+    )  # (visit, call, error words or "", result)
     _prepared: _Prepared | None = None
     _greeted: list[tuple[_Connection, int]] = field(default_factory=list)  # they said hello, and have no answer yet
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _running: str = ""  # the job that the program's thread has been given
+    _offloaded: bool = False  # something may have left the GPU, and has to come back
+    _comms_kept: bool = False  # its communicators were to be left alone
     _broken: str = ""  # how its communicators failed: it stays where it is until a controller has heard of it
     _listener: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
     _woken: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
@@ -135,13 +149,12 @@ class Agent:
             if work is None:
                 return
             try:
-                work()
-                self._finish(call, "", visit)
+                self._finish(call, "", visit, work())
             except Exception as e:  # noqa: BLE001 - the controller must hear of it, the program must not
-                self._finish(call, f"{type(e).__name__}: {e}", visit)
+                self._finish(call, _words(e), visit, isinstance(e, _HalfWayError))
 
-    def _finish(self, call: str, error: str, visit: int) -> None:
-        self._done.put((visit, call, error))
+    def _finish(self, call: str, error: str, visit: int, result: Any = None) -> None:
+        self._done.put((visit, call, error, result))
         self._wake()
 
     # The agent's thread.
@@ -205,10 +218,11 @@ class Agent:
         for connection, number in self._greeted:
             try:
                 seen = {"communicators": self.communicators.describe(), "hazards": self.communicators.hazards()}
+                movable = self.memory.describe() if self.stage is State.RUNNING and not self.wanted else None
             except Exception as e:  # noqa: BLE001 - whatever the program's libraries raise, this thread goes on
                 self._answer(connection, number, "FAILED", f"{type(e).__name__}: {e}")
                 continue
-            self._answer(connection, number, "SUCCESS", "", **seen)
+            self._answer(connection, number, "SUCCESS", "", **seen, movable=movable, offloaded=self._offloaded)
         self._greeted.clear()
 
     def _handle(self, connection: _Connection, request: dict[str, Any], pipes: list[int]) -> None:
@@ -221,14 +235,19 @@ class Agent:
             self._answer(connection, number, "FAILED", f"this agent speaks version {protocol.VERSION} and does not know {call!r}")
             return
         seconds = float(request["seconds"])
-        needs = protocol.MOVES[call][0]
+        may_begin_in = protocol.MOVES[call][0]
         alone = call == self._running and self._owner is None  # it is at it already, since its controller was gone
-        if (self.stage is not needs or self._running or self._prepared or (self.wanted and call == "quiesce")) and not alone:
+        if (self.stage not in may_begin_in or self._running or self._prepared or (self.wanted and call == "quiesce")) and not alone:
+            needs = " or ".join(may_begin_in)
             self._answer(connection, number, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {self.stage}")
             return
         if self._owner is not connection and self._owner is not None and call != "arm":
             self._answer(connection, number, "ILLEGAL_STATE", "another controller is at work on this process")
             return
+        if call == "quiesce":
+            self.memory.announce(bool(request.get("offload")))
+        elif call == "comms":
+            self._comms_kept = bool(request.get("keep"))
         if call in protocol.TOGETHER:
             self._prepared = _Prepared(connection, number, call, pipes.pop(), seconds)
             self._selector.register(self._prepared.pipe, selectors.EVENT_READ, self._prepared)
@@ -256,7 +275,7 @@ class Agent:
         connection.asked, connection.number, connection.until = call, number, time.monotonic() + seconds
         if call == self._running:
             return  # it will be done
-        if self.stage is protocol.MOVES[call][1]:
+        if self.stage is protocol.leads_to(call, self._offloaded):
             self._done_with(connection, "SUCCESS", "")  # and now it is
             return
         if call == "quiesce":
@@ -266,8 +285,8 @@ class Agent:
                 self.stand_in()
             if self.summon is not None:
                 self.summon(self._visit)
-        elif call in ("comms", "comms-resume"):
-            self._give(call, self.communicators.suspend if call == "comms" else self.communicators.resume)
+        elif call in _ON_THE_PROGRAMS_THREAD:
+            self._give(call)
         else:
             self.stage = protocol.MOVES[call][1]
             words = ""
@@ -276,27 +295,51 @@ class Agent:
                 self._release()
             self._finish(call, words, self._visit)
 
-    def _give(self, call: str, work: Callable[[], None]) -> None:
+    def _give(self, call: str) -> None:
+        """Have *call* done by the program's thread."""
+        work: dict[str, Callable[[], Any]] = {
+            "offload": self._offload,
+            "comms": _nothing if self._comms_kept else self.communicators.suspend,
+            "comms-resume": _nothing if self._comms_kept else self.communicators.resume,
+            "onload": self.memory.onload,
+        }
         self._running = call
-        self._jobs.put((self._visit, call, work))
+        self._offloaded = self._offloaded or call == "offload"
+        self._jobs.put((self._visit, call, work[call]))
+
+    def _offload(self) -> dict[str, int]:
+        """On the program's thread. What fails half-way is taken back at once; where that fails too, it is for a later ``onload``."""
+        try:
+            return self.memory.offload()
+        except Exception as error:
+            try:
+                self.memory.onload()
+            except Exception as e:
+                raise _HalfWayError(f"{_words(error)}; and what had left could not come back: {_words(e)}") from e
+            raise
 
     def _collect(self) -> None:
         """Take in what the program's thread has done."""
         while not self._done.empty():
-            visit, call, error = self._done.get()
+            visit, call, error, result = self._done.get()
             if visit != self._visit or (call == "quiesce" and not self.wanted):
                 continue  # it came when the visit had been given up, and has been told to go on
             self._running = ""
             if call in ("comms", "comms-resume"):
                 self._broken = error
-            if not error and call in ("quiesce", "comms", "comms-resume"):
-                self.stage = protocol.MOVES[call][1]
+            if call == "offload" and error:
+                self._offloaded = result
+                self.stage = State.OFFLOADED if result else self.stage
+            if not error and (call == "quiesce" or call in _ON_THE_PROGRAMS_THREAD):
+                self.stage = protocol.leads_to(call, self._offloaded)
+                self._offloaded = self._offloaded and call != "onload"
             owner = self._owner
             if owner is not None and owner.asked == call:
-                self._done_with(owner, "FAILED" if error else "SUCCESS", error)
+                more = {"moved": result} if call == "offload" and not error else {}
+                self._done_with(owner, "FAILED" if error else "SUCCESS", error, **more)
                 if call == "unquiesce":
                     self._owner = None
-            elif owner is None:
+            elif owner is None and not (call == "onload" and error):  # without room it waits for somebody who made some
                 self._go_back()
 
     def _expire(self) -> None:
@@ -322,7 +365,9 @@ class Agent:
         if self._broken:
             return
         if self.stage is State.COMMS_SUSPENDED:
-            self._give("comms-resume", self.communicators.resume)
+            self._give("comms-resume")
+        elif self.stage is State.OFFLOADED:
+            self._give("onload")
         elif self.stage is State.QUIESCED or (self.stage is State.RUNNING and self.wanted):
             self.stage = State.RUNNING
             self._release()
@@ -333,10 +378,10 @@ class Agent:
         if self.summon is not None:
             self.summon(0)
 
-    def _done_with(self, connection: _Connection, result: str, words: str) -> None:
+    def _done_with(self, connection: _Connection, result: str, words: str, **more: Any) -> None:
         """Answer the call that *connection* waits for."""
         connection.asked = ""
-        self._answer(connection, connection.number, result, words)
+        self._answer(connection, connection.number, result, words, **more)
 
     def _answer(self, connection: _Connection, number: int, result: str, words: str, **more: Any) -> None:
         answer = {"version": protocol.VERSION, "number": number, "result": result, "stage": self.stage, "message": words}
@@ -346,3 +391,10 @@ class Agent:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._woken[1].send(b"x")
+
+
+def _nothing() -> None: ...
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -5,9 +5,12 @@ to quiesce it rings at the engine (:mod:`gpuckpt.agent.bell`). Once all have run
 ``collective_rpc``: it comes to every worker between the same two steps, and runs on the worker's own loop and device. Until it returns
 the engine schedules nothing. Requests in flight wait where they are, with what they have in the KV cache; new ones wait in its input queue.
 
+With ``--enable-sleep-mode`` what vLLM's own allocator holds leaves the GPU while the workers stand (:mod:`gpuckpt.agent.vllm_memory`).
+The engine forgets beforehand what is in the KV cache, if it will be dropped: whether it will, each worker has heard with its quiesce.
+
 What it relies on in vLLM (0.26): ``EngineCoreProc`` handles each request between two steps by ``_handle_client_request``, a ``WAKEUP``
 too, and a blocked loop wakes for one in ``input_queue``; ``model_executor.collective_rpc`` runs a callable on every worker in the order of
-all other work; a worker's loop is ``WorkerProc.worker_busy_loop``. ``tests/gpu/vllm_tp2.py`` checks each of these where vLLM is installed.
+all other work; a worker's loop is ``WorkerProc.worker_busy_loop``. ``tests/gpu/vllm_contract.py`` checks each of these in vLLM's sources.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpuckpt.agent.bell import Bell, Ring
     from gpuckpt.agent.communicators import Communicators
+    from gpuckpt.agent.vllm_memory import SleepMode
 
 VARIABLE = "GPUCKPT_AGENT"
 SAFE_POINT = "between two steps of its engine"
@@ -31,6 +35,7 @@ log = logging.getLogger("vllm.gpuckpt")  # below vLLM's own, so that it is seen
 _loaded = False
 _bell: Bell | None = None
 _ring: Ring | None = None
+_memory: SleepMode | None = None
 
 
 def plugin() -> None:
@@ -45,6 +50,12 @@ def plugin() -> None:
 
 def hook() -> None:
     """Put the agent into the loops of vLLM, as far as this process has imported them; neither is changed twice."""
+    from gpuckpt.agent import vllm_pool
+
+    try:
+        vllm_pool.hook()
+    except (ImportError, AttributeError) as e:
+        log.warning("gpuckpt does not know this version of vLLM, which keeps its own allocator: %s", e)
     try:
         if core := sys.modules.get(CORE):
             _hook_engine(core)
@@ -97,7 +108,7 @@ def _hook_worker(executor: Any) -> None:
 
     @functools.wraps(worker_busy_loop)
     def run(process: Any) -> Any:
-        _install(os.getppid(), getattr(process.worker, "vllm_config", None))
+        _install(os.getppid(), process.worker)
         return worker_busy_loop(process)
 
     setattr(run, VARIABLE, True)
@@ -121,7 +132,7 @@ def _listen(engine: Any, wakeup: Any) -> None:
         return
     _bell = made
     if workers is None:
-        _install(os.getpid(), getattr(engine, "vllm_config", None))
+        _install(os.getpid(), getattr(engine.model_executor, "driver_worker", engine))
 
 
 def hold(engine: Any) -> None:
@@ -129,38 +140,56 @@ def hold(engine: Any) -> None:
     if _bell is None or (called := _bell.all_rung()) is None:
         return
     executor = engine.model_executor
-    executor.collective_rpc(settle)  # first of all what is in flight is answered: those answers have a deadline of vLLM's
-    standing = executor.collective_rpc(stand, args=(called,), non_block=True)
+    offloads = any(executor.collective_rpc(settle))  # first of all what is in flight is answered: those answers have a deadline of vLLM's
+    forgotten = offloads and _forget_cache(engine)
+    standing = executor.collective_rpc(stand, args=(called, forgotten), non_block=True)
     _bell.wait_for_silence(called)  # and not in vLLM's queue, which complains every minute
     standing.result()
+
+
+def _forget_cache(engine: Any) -> bool:
+    from gpuckpt.agent.vllm_memory import forget_cache
+
+    try:
+        return forget_cache(engine)
+    except Exception:  # the engine goes on, with all that it has
+        log.warning("gpuckpt cannot make this engine forget what is in its KV cache", exc_info=True)
+        return False
 
 
 # The worker.
 
 
-def _install(engine_pid: int, config: Any) -> None:
-    global _ring  # noqa: PLW0603 - one a process, as it has one agent
-    from gpuckpt.agent import install
+def _install(engine_pid: int, worker: Any) -> None:
+    global _ring, _memory
+    from gpuckpt.agent import install, vllm_memory
     from gpuckpt.agent.bell import Ring
 
-    _ring = Ring(engine_pid)
+    _ring, _memory = Ring(engine_pid), vllm_memory.of(worker)
+    config = getattr(worker, "vllm_config", None)
     replicas = getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1)
     try:
-        install(Worker(communicators(), _ring, replicas), summon=_ring, safe_point=SAFE_POINT)
+        install(Worker(communicators(), _ring, replicas), summon=_ring, safe_point=SAFE_POINT, memory=_memory)
     except OSError as e:
         log.warning("gpuckpt's agent cannot listen in this process, which cannot be suspended on several GPUs: %s", e)
 
 
-def settle(_: Any) -> None:
-    """Sent to every worker: returns when all that was sent before has been done."""
+def settle(_: Any) -> bool:
+    """Sent to every worker: returns when all that was sent before has been done, and whether its memory is to leave the GPU then."""
+    return _memory is not None and _memory.wanted
 
 
-def stand(_: Any, called: dict[int, int]) -> None:
-    """Sent to every worker: stand still if the quiesce that this one was *called* for is still wanted, until it is over."""
+def stand(_: Any, called: dict[int, int], forgotten: bool) -> None:
+    """Sent to every worker: stand still if the quiesce that this one was *called* for is still wanted, until it is over.
+
+    *forgotten*: nothing in the engine points into the KV cache.
+    """
     from gpuckpt.agent import checkpoint_here
     from gpuckpt.agent.bell import ending_with
 
     if _ring is not None and _ring.visit and called.get(os.getpid()) == _ring.visit:
+        if _memory is not None:
+            _memory.forgotten = forgotten
         with ending_with(_ring.engine_pid):
             checkpoint_here()
 

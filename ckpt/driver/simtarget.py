@@ -7,6 +7,7 @@ and answers each command by one line of JSON:
 ``step``           changes the content, the same way each time, and gives the new ``sum``
 ``busy SECONDS``   queues kernels that take so long, and answers at once
 ``alloc GIB``      allocates more on its first GPU
+``sleep [TAG]``, ``wake``  its own call to its pool (``--pool``)
 ``children COMMAND``  passes a command on to its ``--spawn`` children and collects their answers
 ``quit``           ends it, as the end of its input does without ``--daemon``
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
+    from gpuckpt.driver.simulated_pool import SimulatedPool
+
 GIB = 1 << 30
 EXIT_LOST = 70
 
@@ -38,8 +41,8 @@ EXIT_LOST = 70
 class Target:
     """This process as the holder of GPU memory."""
 
-    def __init__(self, world: SimulatedWorldDir, children: list[subprocess.Popen[str]]) -> None:
-        self.world = world
+    def __init__(self, world: SimulatedWorldDir, children: list[subprocess.Popen[str]], pool: SimulatedPool | None = None) -> None:
+        self.world, self.pool = world, pool
         self.pid = os.getpid()
         self.children = children
 
@@ -54,6 +57,12 @@ class Target:
                 return {"busy_s": float(argument)}
             case "alloc":
                 return self.alloc(round(float(argument) * GIB))
+            case "sleep" | "wake" if self.pool is not None:
+                if command == "sleep":
+                    self.pool.sleep(offload=argument.split() or [s.tag for s in self.pool.stats()])
+                else:
+                    self.pool.wake()
+                return {"asleep": sorted(self.pool.asleep())}
             case "children":
                 return {"children": [_ask(child, argument) for child in self.children]}
             case _:
@@ -61,14 +70,14 @@ class Target:
 
     def check(self) -> dict[str, Any]:
         with self.world.cuda_call(self.pid) as contents:
-            return {"sum": _sum(contents)}
+            return {"sum": _sum(contents, self.pool.content if self.pool else b"")}
 
     def step(self) -> dict[str, Any]:
         with self.world.cuda_call(self.pid) as contents:
             for path in contents:
                 old = path.read_bytes()
                 path.write_bytes(hashlib.shake_256(old).digest(len(old)))
-            return {"sum": _sum(contents)}
+            return {"sum": _sum(contents, self.pool.content if self.pool else b"")}
 
     def alloc(self, nbytes: int) -> dict[str, Any]:
         with self.world.cuda_call(self.pid), self.world.transaction() as world:
@@ -86,21 +95,24 @@ def main(arguments: list[str] | None = None) -> int:
     children = [_spawn(options) for _ in range(options.spawn)]
     uuids = {gpu.index: uuid for uuid, gpu in world.peek().rules.gpus.items()}
     held = {uuids[index]: round(options.gib * GIB) for index in options.gpu or [0]}
+    tags = {tag: round(float(gib) * GIB) for tag, _, gib in (word.partition("=") for word in options.pool)}
+    held[next(iter(held))] += sum(tags.values())
     try:
         world.register(os.getpid(), held, options.trait, round(options.exported_gib * GIB))
     except CallError as error:
         print(f"simtarget: {error}", file=sys.stderr)
         return 1
-    target = Target(world, children)
+    target = Target(world, children, _install_pool(world, tags) if tags else None)
     if options.nccl_socket:
         _keep_socket = _nccl_socket(int(options.agent[0][1]) if options.agent else 0)
-    if options.agent is not None:
+    has_agent = options.agent is not None or bool(tags)
+    if has_agent:
         _install_agent(world, options)
     try:
         if options.busy_s:
             world.make_busy(target.pid, options.busy_s)
         _print({"ready": True, "pid": target.pid, **target.check(), "forked": forked, "children": [c.pid for c in children]})
-        while line := _next_line(options.agent is not None):
+        while line := _next_line(has_agent):
             command, _, argument = line.strip().partition(" ")
             if command == "quit":
                 return 0
@@ -127,6 +139,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nccl-socket", action="store_true", help="show the socket that a communicator shows")
     words = ("COMMUNICATOR", "RANK", "SIZE")
     parser.add_argument("--agent", nargs=3, action="append", metavar=words, help="install an agent that suspends it; repeatable")
+    parser.add_argument("--pool", action="append", default=[], metavar="TAG=GIB", help="more, in a pool that it can empty; has an agent")
     parser.add_argument("--meet-in", metavar="DIRECTORY", help="where the communicator's ranks meet; by default those of this machine")
     parser.add_argument("--nccl", default="2.30.7", metavar="VERSION", help="that the agent reports")
     parser.add_argument("--daemon", action="store_true", help="stay when the input ends")
@@ -147,19 +160,30 @@ def _next_line(agent: bool) -> str:
 
 def _install_agent(world: SimulatedWorldDir, options: argparse.Namespace) -> None:
     from gpuckpt.agent import install
-    from gpuckpt.driver.simulated_comms import SimulatedCommunicator, SimulatedCommunicators
+    from gpuckpt.driver.simulated_comms import NoCommunicator, SimulatedCommunicator, SimulatedCommunicators
 
+    if options.agent is None:
+        install(NoCommunicator(world, os.getpid()))
+        return
     more = {"nccl": options.nccl, "meet_in": options.meet_in}
     made = [SimulatedCommunicator(world, os.getpid(), name, int(rank), int(size), **more) for name, rank, size in options.agent]
     install(SimulatedCommunicators(made) if len(made) > 1 else made[0])
+
+
+def _install_pool(world: SimulatedWorldDir, tags: dict[str, int]) -> SimulatedPool:
+    from gpuckpt.driver.simulated_pool import SimulatedPool
+
+    pool: Any = SimulatedPool(world, os.getpid(), tags)
+    sys.modules["gpuckpt.pool"] = pool
+    return pool  # type: ignore[no-any-return]
 
 
 def _print(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _sum(contents: list[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in contents)).hexdigest()
+def _sum(contents: list[Path], more: bytes = b"") -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in contents) + more).hexdigest()
 
 
 def _fork(count: int) -> tuple[list[int], int]:

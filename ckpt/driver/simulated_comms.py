@@ -13,6 +13,27 @@ from gpuckpt.driver.simulated_store import SimulatedWorldDir
 COLLECTIVE_TIMEOUT_S = 20.0
 
 
+class NoCommunicator:
+    """Of a process that has none: an agent's :class:`~gpuckpt.agent.communicators.Communicators`."""
+
+    def __init__(self, world: SimulatedWorldDir, pid: int) -> None:
+        self.world, self.pid = world, pid
+
+    def describe(self) -> list[dict[str, Any]]:
+        return []
+
+    def hazards(self) -> list[str]:
+        return []
+
+    def synchronise(self) -> None:
+        with self.world.cuda_call(self.pid):
+            pass
+
+    def suspend(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
 class SimulatedCommunicator:
     """Rank *rank* of *size* in communicator *name*: an agent's :class:`~gpuckpt.agent.communicators.Communicators`."""
 

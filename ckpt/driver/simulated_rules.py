@@ -106,6 +106,14 @@ class Rules:
         self._make_room("alloc", pid, {uuid: nbytes})
         process.held_bytes[uuid] += nbytes
 
+    def release(self, pid: int, nbytes: int) -> None:
+        """A running process gives back so much of what it holds on its first GPU."""
+        process = self.find("release", pid)
+        uuid = next(iter(process.held_bytes))
+        if process.state is not State.RUNNING or process.held_bytes[uuid] < nbytes:
+            raise CallError("release", "ILLEGAL_STATE")
+        process.held_bytes[uuid] -= nbytes
+
     def forget(self, pid: int) -> None:
         """The process ended: all that it held or retained is free."""
         self.processes.pop(pid, None)

@@ -26,7 +26,7 @@ BACK_WAIT_S = 30.0
 LEAVE_S = 5.0
 #: The steps of the way back that need every host to have done the one before, by the call that they precede.
 _BACK = {Call.UNLOCK: "back-unlock", Call.ARM: "back-arm"}
-_UP = (Call.RESTORE, Call.UNLOCK, Call.ARM, Call.COMMS_RESUME, Call.UNQUIESCE, END)
+_UP = (Call.RESTORE, Call.UNLOCK, Call.ARM, Call.COMMS_RESUME, Call.ONLOAD, Call.UNQUIESCE, END)
 
 
 class Clock(Protocol):

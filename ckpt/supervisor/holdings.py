@@ -28,8 +28,8 @@ class Holdings:
     ``down`` says whether its GPU state may be elsewhere than on its GPUs. The GPUs of a resume are held until :meth:`let_go`.
     """
 
-    def __init__(self, child: int, *, timeout_s: float | None, accept: Collection[str], keep_in: str = RAM) -> None:
-        self._child, self._timeout_s, self._accept, self._keep_in = child, timeout_s, accept, keep_in
+    def __init__(self, child: int, *, timeout_s: float | None, accept: Collection[str], keep_in: str = RAM, method: str = "auto") -> None:
+        self._child, self._timeout_s, self._accept, self._keep_in, self._method = child, timeout_s, accept, keep_in, method
         self.budget = Budget()
         self.down = False
         self.pids: list[int] = []  # that the last suspend took off their GPUs
@@ -195,6 +195,7 @@ class Holdings:
                 reserved=self.asleep_bytes if command in ("resume", "room") else {},
                 host_left=host_left,
                 keep_in=self._keep_in,
+                method=self._method,
             )
         finally:
             if command in ("look", "check"):

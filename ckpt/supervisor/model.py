@@ -51,3 +51,4 @@ class Policy:
     probe: bool = False  # compare the answer to a golden prompt after each resume
     keep_in: str = RAM  # or a directory: where the image lies while it is suspended
     move_to: str = ""  # or a directory: where it goes from host memory once another run wants that
+    method: str = "auto"  # by which its memory leaves (``gpuckpt.method``)

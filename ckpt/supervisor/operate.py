@@ -54,20 +54,21 @@ class Worker:
         reserved: Mapping[str, int] | None = None,
         host_left: tuple[int, str] | None = None,
         keep_in: str = RAM,
+        method: str = "auto",
     ) -> Report:
         """Suspend or resume the tree of *pids*; "check" whether a suspend would be refused; "look" what they hold; hold GPUs once
         they have "room"; or name the "gpus".
 
         *reserved*: bytes on each GPU that a resume must find free beyond what the driver puts back. *host_left*: bytes of host memory
         that a suspend may take, and in words why not more; what it will take is told as the step "host-memory", before it locks.
-        *keep_in*: where a suspend leaves the image.
+        *keep_in*: where a suspend leaves the image. *method*: by which it takes memory off the GPU.
 
         Raises what the operation raised, with its ``report`` if it had begun to act.
 
         Raises :class:`gpuckpt.errors.InFlight` where it does not answer within :data:`LIMIT_S`; it is left to itself then.
         """
         order: dict[str, Any] = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
-        order |= {"reserved": dict(reserved or {}), "host_left": host_left, "keep_in": keep_in}
+        order |= {"reserved": dict(reserved or {}), "host_left": host_left, "keep_in": keep_in, "method": method}
         self.busy = True
         self.process = process = self.process or await ready()
         assert process.stdin is not None
@@ -208,6 +209,7 @@ def _operate(
     reserved: dict[str, int],
     host_left: tuple[int, str] | None,
     keep_in: str,
+    method: str,
 ) -> Report:
     from gpuckpt.group import as_found
     from gpuckpt.operation import Operation
@@ -223,12 +225,13 @@ def _operate(
             reserving.claim_room(time.monotonic() + wait_s, lambda waits: _tell(Progress("room", waits)))
             return Report(command, True, world.simulated)
         operation = Operation(world, command, timeout_s=timeout_s, accept=frozenset(accept), tell=_tell)
+        operation.method = method
         if command in ("check", "look"):
             inventory = operation.inspected(pids)
             if command == "check":
                 operation.refuse(inventory)
             return Report(command, True, world.simulated, tuple(as_found(inventory)))
-        return operation.suspend(pids, keep_in=keep_in) if command == "suspend" else operation.resume(pids, wait_s=wait_s)
+        return operation.suspend(pids, by=method, keep_in=keep_in) if command == "suspend" else operation.resume(pids, wait_s=wait_s)
 
 
 def _tell(progress: Any) -> None:

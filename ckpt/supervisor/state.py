@@ -69,7 +69,7 @@ class Run:
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
         self._last: Order | None = None
         self._current: asyncio.Task[Report] | None = None
-        self.holdings = Holdings(child.pid, timeout_s=policy.timeout_s, accept=policy.accept, keep_in=policy.keep_in)
+        self.holdings = Holdings(child.pid, timeout_s=policy.timeout_s, accept=policy.accept, keep_in=policy.keep_in, method=policy.method)
         self.holds: dict[object, str] = {}  # who keeps it from its GPUs, in words: until they let go it is not resumed
         self.wants_since: float | None = None  # when the resume that is under way was asked for
         self.turn: Callable[[], Awaitable[bool]] | None = None  # of a run that shares: whether it may take its GPUs now

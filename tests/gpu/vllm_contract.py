@@ -67,6 +67,46 @@ def checks_of_nccl(root: Path) -> dict[str, bool]:
     }
 
 
+def checks_of_sleep(root: Path) -> dict[str, bool]:
+    """What gpuckpt.agent.vllm_memory relies on, where a server has sleep mode."""
+    cumem = _Source(root / "device_allocator/cumem.py")
+    data = _Source(root / "device_allocator/__init__.py")
+    core = _Source(root / "v1/engine/core.py")
+    scheduler = _Source(root / "v1/core/sched/scheduler.py")
+    interface = _Source(root / "v1/core/sched/interface.py")
+    worker = _Source(root / "v1/worker/gpu_worker.py")
+    base = _Source(root / "v1/worker/worker_base.py")
+    uniproc = _Source(root / "v1/executor/uniproc_executor.py")
+    backend = _Source(root / "device_allocator/sleep_mode_backend.py")
+    return {
+        "CuMemAllocator.instance and pointer_to_data": 'instance: "CuMemAllocator | None" = None' in cumem.text and "self.pointer_to_data" in cumem.text,
+        "a block has handle, tag, cpu_backup_tensor and is_asleep": all(f"    {name}:" in data.text for name in ("handle", "tag", "cpu_backup_tensor", "is_asleep")),
+        "allocators come from get_mem_allocator_instance, and are asked for use_memory_pool and get_current_usage": all(
+            words in worker.text
+            for words in ("import get_mem_allocator_instance", "allocator = get_mem_allocator_instance()", ".use_memory_pool(tag=tag)", ".get_current_usage()")
+        )
+        and backend.text.count("allocator = get_mem_allocator_instance()") == 2,
+        "a handle is device, size, address, handle": "HandleType: TypeAlias = tuple[int, int, int," in data.text,
+        "CuMemAllocator.sleep(self, offload_tags)": cumem.parameters("CuMemAllocator", "sleep") == ["self", "offload_tags"],
+        "create_and_map, unmap_and_release, libcudart": all(words in cumem.text for words in ("def create_and_map(", "def unmap_and_release(", "libcudart = CudaRTLibrary()")),
+        "level 1 keeps the weights and drops the rest": 'offload_tags=("weights",) if level == 1' in backend.text,
+        "tags are weights and kv_cache": 'tag="weights"' in worker.text and 'tag="kv_cache"' in worker.text,
+        "the model runner is told of a cache that woke up": "self.model_runner.post_kv_cache_wake_up()" in worker.body("Worker", "wake_up"),
+        "a worker in its wrapper: its attributes are the wrapper's": "getattr(self.worker, attr)" in base.body("WorkerWrapperBase", "__getattr__"),
+        "UniProcExecutor.driver_worker": "self.driver_worker = " in uniproc.text,
+        "EngineCore.reset_prefix_cache(reset_running_requests)": "reset_running_requests" in core.parameters("EngineCore", "reset_prefix_cache"),
+        "it preempts what runs, and raises where blocks stay held": "self._preempt_request(" in scheduler.body("Scheduler", "reset_prefix_cache")
+        and "raise RuntimeError(" in scheduler.body("Scheduler", "reset_prefix_cache"),
+        "scheduler.connector, pause_state and set_pause_state; PAUSED_ALL": "self.connector = None" in scheduler.text
+        and bool(scheduler.parameters("Scheduler", "set_pause_state"))
+        and bool(scheduler.parameters("Scheduler", "pause_state"))
+        and "PAUSED_ALL = " in interface.text,
+        "a paused scheduler schedules nothing": "PAUSED_ALL" in scheduler.body("Scheduler", "get_num_unfinished_requests"),
+        "engine.batch_queue and _process_engine_step(self)": "self.batch_queue" in core.body("EngineCore", "__init__")
+        and core.parameters("EngineCoreProc", "_process_engine_step") == ["self"],
+    }
+
+
 def installed() -> dict[str, bool]:
     """What of gpuckpt this Python has."""
     found = [e for e in entry_points(group="vllm.general_plugins") if e.name == "gpuckpt"]
@@ -100,7 +140,7 @@ if __name__ == "__main__":
     where = Path(sys.argv[1]) if len(sys.argv) > 1 else vllm_root()
     if where is None:
         raise SystemExit("vLLM is not installed")
-    seen = {**checks(where), **checks_of_nccl(where), **installed()}
+    seen = {**checks(where), **checks_of_nccl(where), **checks_of_sleep(where), **installed()}
     for what, ok in seen.items():
         print("ok  " if ok else "FAIL", what)
     raise SystemExit(not all(seen.values()))

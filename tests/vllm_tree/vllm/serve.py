@@ -17,6 +17,8 @@ from typing import Any
 
 from vllm.plugins import load_general_plugins
 
+UTILITIES = ("sleep", "wake_up", "reset_prefix_cache")
+
 
 def answer(answers: Any, wanted: dict[str, int]) -> None:
     tokens: dict[str, list[int]] = {}
@@ -45,6 +47,10 @@ class Front:
                 self.send({})
 
             def do_POST(self) -> None:
+                if (utility := self.path.strip("/").partition("?")[0]) in UTILITIES:
+                    front.complete([], 1, utility)
+                    self.send({})
+                    return
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 prompts = asked["prompt"] if isinstance(asked["prompt"][0], list) else [asked["prompt"]]
                 tokens = front.complete(prompts, asked["max_tokens"])
@@ -67,13 +73,13 @@ class Front:
                 self.got[said["request"]].append(said["token"])
                 self.changed.notify_all()
 
-    def complete(self, prompts: list[list[int]], n: int) -> list[list[int]]:
+    def complete(self, prompts: list[list[int]], n: int, utility: str = "") -> list[list[int]]:
         with self.changed:
             self.begun += 1
-            names = [f"{self.begun}-{i}" for i in range(len(prompts))]
+            names = [utility] if utility else [f"{self.begun}-{i}" for i in range(len(prompts))]
             self.got.update({name: [] for name in names})
         for name in names:
-            self.requests.put((name, n))
+            self.requests.put(name if utility else (name, n))
         with self.changed:
             self.changed.wait_for(lambda: all(len(self.got[name]) == n for name in names))
         return [self.got[name] for name in names]
@@ -84,13 +90,20 @@ def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("-tp", type=int, default=2)
     parser.add_argument("-dp", type=int, default=1)
+    parser.add_argument("--enable-sleep-mode", action="store_true")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     options = parser.parse_args()
     load_general_plugins()
     from vllm.v1.engine.core import start
 
     context = multiprocessing.get_context(os.environ["VLLM_WORKER_MULTIPROC_METHOD"])
     replicas = int(os.environ.get("FAKE_MOE_REPLICAS", "1"))
-    shared = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=replicas))
+    shared = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=replicas),
+        model_config=SimpleNamespace(enable_sleep_mode=options.enable_sleep_mode, sleep_mode_backend="cumem"),
+        cache_config=SimpleNamespace(cache_dtype=options.kv_cache_dtype),
+        kv_transfer_config=None,
+    )
     engines = [start(context, {"tp": options.tp, "first_gpu": i * options.tp, "object": shared}) for i in range(options.dp)]
     ready = [answers.get(timeout=30) for _, _, answers in engines]
     if options.port:
@@ -101,7 +114,12 @@ def main() -> None:
     children = [e["engine"] for e in ready], [p for e in ready for p in e["workers"]]
     print(json.dumps({"ready": True, "pid": os.getpid(), "sum": "", "forked": children[0], "children": children[1]}), flush=True)
     for line in sys.stdin:
-        _, name, n, *engine = line.split()
+        command, *words = line.split()
+        if command in UTILITIES:
+            wanted[command] = 1
+            engines[0][1].put(command)
+            continue
+        name, n, *engine = words
         wanted[name] = int(n)
         engines[int(engine[0]) if engine else 0][1].put((name, int(n)))
     for process, _, _ in engines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import os
 import queue
 import signal
@@ -17,22 +18,48 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.executor import EXECUTORS
 
 
+class PauseState(enum.IntEnum):
+    UNPAUSED = 0
+    PAUSED_NEW = 1
+    PAUSED_ALL = 2
+
+
 class Scheduler:
-    """Each request gets one token a step; up to one step is scheduled ahead."""
+    """Each request gets one token a step; up to one step is scheduled ahead. All have the same prompt, so the first caches it for all."""
+
+    connector: Any = None
 
     def __init__(self) -> None:
-        self.running: dict[str, list[int]] = {}  # request -> [scheduled, wanted]
+        self.running: dict[str, list[int]] = {}  # request -> [scheduled, wanted, whether the cache has it]
+        self.cached = 0  # whether a prefix is in the cache
+        self.pause_state = PauseState.UNPAUSED
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self.pause_state = pause_state
+
+    def add(self, request: str, wanted: int) -> None:
+        self.running[request] = [0, wanted, self.cached]
 
     def has_requests(self) -> bool:
-        return any(scheduled < wanted for scheduled, wanted in self.running.values())
+        unfinished = any(scheduled < wanted for scheduled, wanted, _ in self.running.values())
+        return unfinished and self.pause_state is not PauseState.PAUSED_ALL
 
-    def schedule(self) -> dict[str, int]:
+    def schedule(self) -> dict[str, tuple[int, bool]]:
         output = {}
         for request, counts in self.running.items():
             if counts[0] < counts[1]:
-                output[request] = counts[0]
+                output[request] = counts[0], not counts[2]
                 counts[0] += 1
+                counts[2] = self.cached = 1
         return output
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        for counts in self.running.values():
+            counts[2] = 0
+        self.cached = 0
+        if "stuck" in os.environ.get("FAKE_CACHE", ""):
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
+        return True
 
 
 class EngineCore:
@@ -42,6 +69,17 @@ class EngineCore:
         self.model_executor = executor_class(vllm_config)
         self.scheduler = Scheduler()
         self.batch_queue: deque[tuple[Future[Any], dict[str, int]]] = deque(maxlen=2)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
+
+    def sleep(self, level: int = 1) -> None:
+        """As the endpoint's, with nothing running."""
+        self.reset_prefix_cache(reset_running_requests=True)
+        self.model_executor.collective_rpc("sleep", kwargs={"level": level})
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.model_executor.collective_rpc("wake_up", kwargs={"tags": tags})
 
     def step_with_batch_queue(self) -> list[tuple[str, int]]:
         if self.scheduler.has_requests():
@@ -99,14 +137,18 @@ class EngineCoreProc(EngineCore):
         if request_type == EngineCoreRequestType.WAKEUP:
             return
         if request_type == EngineCoreRequestType.ADD:
-            name, wanted = request
-            self.scheduler.running[name] = [0, wanted]
+            self.scheduler.add(*request)
+        elif request_type == EngineCoreRequestType.UTILITY:
+            getattr(self, request)()
+            self.answers.put({"request": request, "token": 0})
         elif request_type == EngineCoreRequestType.EXECUTOR_FAILED:
             raise RuntimeError("Executor failed.")
 
     def process_input_sockets(self) -> None:
         while True:
-            self.input_queue.put_nowait((EngineCoreRequestType.ADD, self.requests.get()))
+            request = self.requests.get()
+            utility = isinstance(request, str)
+            self.input_queue.put_nowait((EngineCoreRequestType.UTILITY if utility else EngineCoreRequestType.ADD, request))
 
 
 class DPEngineCoreProc(EngineCoreProc):

@@ -1,0 +1,90 @@
+"""``gpuckpt.pool`` as the allocator of vLLM's sleep mode, where ``GPUCKPT_POOL=1`` asks for it beside ``GPUCKPT_AGENT=1``.
+
+vLLM (0.26) takes its allocator from ``vllm.device_allocator.get_mem_allocator_instance``, wherever it allocates, sleeps or wakes up, by
+its own endpoints too. In its place stands :class:`PoolAllocator`, with vLLM's tags "weights" and "kv_cache". Graphs and the rest stay
+where torch has them. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+VARIABLE = "GPUCKPT_POOL"
+DROPPABLE = frozenset({"weights", "kv_cache"})
+
+log = logging.getLogger("vllm.gpuckpt")
+
+_taken: PoolAllocator | None = None
+
+
+class PoolAllocator:
+    """vLLM's ``MemAllocator`` on *pool*."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    @contextlib.contextmanager
+    def use_memory_pool(self, tag: str | None = None) -> Iterator[None]:
+        """What torch allocates inside lies in the pool. What it does not use at the end is given back, as vLLM's own does."""
+        with self._pool.tag(tag or "default"):
+            yield
+        self._pool.trim()
+
+    def sleep(self, offload_tags: Iterable[str] | str | None = None) -> None:
+        """Weights and KV cache are dropped unless they are named; all else is kept, since captured graphs may read it."""
+        kept = {offload_tags} if isinstance(offload_tags, str) else set(offload_tags or ())
+        self._pool.sleep(offload=kept, discard=DROPPABLE - kept)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self._pool.wake(tags)
+
+    def get_current_usage(self) -> int:
+        """Bytes."""
+        return sum(s.bytes for s in self._pool.stats())
+
+
+def chosen() -> bool:
+    """Whether vLLM in this process has its memory in the pool."""
+    return _taken is not None
+
+
+def hook() -> None:
+    """Offer the pool to vLLM, if it is asked for; whether it can be had is seen when vLLM first wants an allocator, in its worker."""
+    if os.environ.get(VARIABLE) != "1":
+        return
+    module = importlib.import_module("vllm.device_allocator")
+    own = module.get_mem_allocator_instance
+    if hasattr(own, VARIABLE):
+        return
+
+    @functools.wraps(own)
+    def get_mem_allocator_instance() -> Any:
+        return _take() or own()
+
+    setattr(get_mem_allocator_instance, VARIABLE, True)
+    for user in (module, sys.modules.get("vllm.v1.worker.gpu_worker")):
+        if user is not None:
+            setattr(user, own.__name__, get_mem_allocator_instance)
+
+
+@functools.cache
+def _take() -> PoolAllocator | None:
+    """The pool; None, with a warning, where it cannot be had: vLLM has its own then."""
+    global _taken  # noqa: PLW0603 - one a process, as it has one GPU state
+    try:
+        pool = importlib.import_module("gpuckpt.pool")
+        why = pool.problem()
+    except ImportError as e:
+        why = str(e)
+    if why:
+        log.warning("%s=1 has no effect, vLLM's own allocator is used: %s", VARIABLE, why)
+        return None
+    _taken = PoolAllocator(pool)
+    return _taken
