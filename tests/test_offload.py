@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -163,7 +164,9 @@ def test_nobody_is_restored_into_room_that_a_pool_may_take_back(machine: Machine
     machine.world.add_fault("comms", delay_s=1.5)
     running = machine.begin("suspend", target.pid)
     eventually(lambda: "offloaded" in stages([target]), "its pool has left")
+    running.signal(signal.SIGSTOP)  # so it stays, however long the next command takes to start
     refused = machine.gpuckpt("resume", other.pid, "--timeout", "300ms")
+    running.signal(signal.SIGCONT)
     assert refused.error["code"] == "concurrent-operation", refused
     assert "may still take its memory back" in refused.error["message"]
     assert machine.gpuckpt("resume", other.pid, "--wait", "10s").code == 0
