@@ -178,6 +178,7 @@ def tested() -> str:
         ),
         ("run_vllm", "`gpuckpt run --idle -- vllm serve`: suspended by itself, woken by requests; streams, held requests, leases, SIGTERM"),
         ("preload", "suspends with the preload library and without it, of a torch process and of a plain C program"),
+        ("pool", "the pool in its first form: sleeps, wakes, levels, graphs, a suspend while it sleeps; what ends while it sleeps"),
         ("other_card", "resume on the other card, both ways (two GPUs)"),
         ("faults_gpu", "each fault before each step of a suspend and a resume, and in the middle of each call ([faults](docs/faults.md))"),
         ("soak", "a server under bursts of requests, suspended between and within them, others on the freed GPU"),
@@ -335,11 +336,36 @@ def copies() -> str:
     return "\n".join([*rows, "", f"{on} ({source('copies', DOCS)})."])
 
 
+def pool() -> str:
+    """What the pool was measured to do beside the driver alone, on one process."""
+    found = result("pool")
+    if found is None:
+        return UNTESTED
+    s, limit = found["summary"], found["summary"]["limit"]
+    asleep, awake = s["suspended_asleep"], s["suspended_awake"]
+    best = max(s["ways"], key=lambda way: min(s["ways"][way]))
+    rows = [
+        f"| torch process, {found['gib']:.0f} GiB in tags, graphs | down | up |",
+        "|---|---|---|",
+        f"| `gpuckpt suspend` and `resume` while it is awake: the driver alone | {awake['suspend_s']:.2f} s | {awake['resume_s']:.2f} s |",
+        f"| `pool.sleep()` with nothing changed since the last, then `gpuckpt suspend`; `resume`, then `pool.wake()` "
+        f"| {asleep['sleep_s']:.3f} + {asleep['suspend_s']:.2f} s | {asleep['resume_s']:.2f} + {asleep['wake_s']:.2f} s |",
+        f"| the first `pool.sleep()` of the process, and a wake | {s['first']['down_s']:.2f} s | {s['first']['up_s']:.2f} s |",
+        f"| the best way to copy that was tried ({best}) | {s['ways'][best][0]:.1f} GiB/s | {s['ways'][best][1]:.1f} GiB/s |",
+        f"| pinned copies in the same run: the limit | {limit['down']:.1f} GiB/s | {limit['up']:.1f} GiB/s |",
+    ]
+    checks = list(found["checks"].values())
+    ok = sum(c["ok"] for c in checks)
+    words = f"{ok} of {len(checks)} checks pass; not: {'; '.join(k for k, v in found['checks'].items() if not v['ok'])}"
+    return "\n".join([*rows, "", f"{found['machine']['gpu']}, driver {found['machine']['driver']}; {words} ({source('pool', DOCS)})."])
+
+
 DOCS = "../"
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "comparison": comparison, "tested": tested},
     "docs/driver-path.md": {"copies": copies, "preload-cost": preload_cost},
     "docs/how-it-works.md": {"added": added, "growth": growth, "killed": killed},
+    "docs/pool.md": {"pool": pool},
     "docs/security.md": {"permissions": permissions, "containers": containers},
 }
 
