@@ -83,6 +83,7 @@ def failures() -> list[Failure]:
 
 
 def _plain(markdown: str) -> str:
-    """The words alone, a paragraph a line."""
-    words = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", markdown).replace("`", "").replace("**", "")
+    """The words alone, a paragraph a line. Of links to other documents the name stays."""
+    words = re.sub(r"\[([^]]+)\]\(([\w-]+\.md)[^)]*\)", r"\1 (docs/\2)", markdown)
+    words = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", words).replace("`", "").replace("**", "")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in words.strip().split("\n\n"))

@@ -22,6 +22,7 @@ def test_every_code_and_those_of_an_exit_status(machine: Machine) -> None:
     rows = machine.gpuckpt("explain").document["failures"]
     assert {r["code"]: r["exit_code"] for r in rows} == {c: cls.exit_code for c, cls in errors.by_code().items()}
     assert all(r["text"].startswith(f"Exit {r['exit_code']}") and r["kind"] for r in rows)
+    assert "several GPUs (docs/multi-gpu.md)" in next(r["text"] for r in rows if r["code"] == "rendezvous-key")
     of_five = machine.gpuckpt("explain", 5, json=False).stdout
     assert of_five.split() == ["Wrong", "target", "or", "usage", "permission", "exit", "5"]
 
