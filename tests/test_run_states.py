@@ -156,9 +156,7 @@ def test_requests_at_every_moment_of_a_suspend_and_resume(stage: Stage) -> None:
 def test_orders_in_every_state(stage: Stage) -> None:
     run = stage.run(fake=("--slow-load", "1"))
     eventually(lambda: run.port, "the gate listens")
-    for command in ("suspend", "resume"):
-        result = stage.gpuckpt(command, "m")
-        assert (result.code, result.error["code"]) == (1, "run-not-ready")
+    assert [run.ask(command)["error"]["code"] for command in ("suspend", "resume")] == ["run-not-ready"] * 2
     run.awake()
     assert stage.gpuckpt("resume", "m").document["already"]
     run.suspended()

@@ -67,6 +67,12 @@ def used_mib(index: int = 0) -> int:
     return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used >> 20
 
 
+def all_used_mib() -> int:
+    """On all GPUs together."""
+    count = len(lab_simulated.world.gpus()) if SIMULATED else pynvml.nvmlDeviceGetCount()
+    return sum(used_mib(index) for index in range(count))
+
+
 def free_mib(index: int = 0) -> int:
     if SIMULATED:
         return lab_simulated.free_mib(index)

@@ -173,9 +173,9 @@ def main() -> None:
     show = Show(r, chosen.models, vllm)
     r.note("client", "plain HTTP" if show.ask["a"].__name__ == "plain" else "openai")
     if part(r, "start", 30, show.start) and part(r, "answers", 10, show.answers):
-        part(r, "first rounds", END_S + FIRST_S + 1, lambda: show.rounds(2, END_S))
+        part(r, "first rounds", END_S + FIRST_S + 1, lambda: show.rounds(min(2, chosen.rounds), END_S))
         part(r, "at once", END_S + FIRST_S, show.at_once)
-        part(r, "a lease", END_S + FIRST_S + 1, lambda: show.lend(1, END_S))
+        part(r, "a lease", END_S + FIRST_S + 1, lambda: show.lend(min(1, chosen.leases), END_S))
         part(r, "more rounds", END_S + 15, lambda: show.rounds(chosen.rounds, END_S + 15 * (chosen.leases - 1)))
         part(r, "more leases", END_S + FIRST_S + 1, lambda: show.lend(chosen.leases, END_S))
         part(r, "end", 10, show.end)

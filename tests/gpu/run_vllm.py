@@ -2,8 +2,9 @@
 
 usage: run_vllm.py [--cycles N] [--leases N] [--limit S] MODEL [-- VLLM ARGS]
 
-The parts go by what they are worth: three cycles, what happens once, a lease, then more of both until the time is over. With
-GPUCKPT_SIMULATE it runs against tests/fake_vllm.py: that tries the script, and nothing else.
+With `-- -tp 2` it is a server on two GPUs, rehearsed before it is ready, and the result file is run_vllm_tp.json. The parts go by
+what they are worth: three cycles, what happens once, a lease, then more of both until the time is over. With GPUCKPT_SIMULATE it
+runs against tests/fake_vllm.py: that tries the script, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import time
 from typing import Any
 
 import runs
-from lab import Results, slope, used_mib, wait_for
+from lab import Results, all_used_mib, slope, wait_for
 from runs import Answer, part
 
 LIMIT_S = 480.0
 IDLE_S = 1.0
-START_S = 200.0
+START_S = 260.0
 #: Asked of the first byte after a wake, beyond the resume's own seconds.
 OVER_MS = 50.0
 #: The end takes so long: from awake to suspended, and SIGTERM.
@@ -54,10 +55,10 @@ class Show:
 
     def cycle(self) -> dict[str, Any]:
         run = self.run
-        row: dict[str, Any] = {"awake_mib": used_mib()}
+        row: dict[str, Any] = {"awake_mib": all_used_mib()}
         before, last = run.step_seconds(), time.monotonic()
         run.suspended()
-        row |= {"suspended_after_s": round(time.monotonic() - last, 2), "suspended_mib": used_mib()}
+        row |= {"suspended_after_s": round(time.monotonic() - last, 2), "suspended_mib": all_used_mib()}
         row["models"], row["health"], row["metrics"] = (run.http(p, within_s=10)[0] for p in ("/v1/models", "/health", "/metrics"))
         row["still_suspended"] = run.state() == "suspended"
         answer = run.complete(40)
@@ -131,23 +132,23 @@ class Show:
         self.run.suspended()
         stopped = time.monotonic()
         code = self.run.end(20)
-        gone = wait_for(lambda: used_mib() <= self.empty, 10)
-        seen = {"exit": code, "mib": used_mib(), "s": round(time.monotonic() - stopped, 1)}
+        gone = wait_for(lambda: all_used_mib() <= self.empty, 10)
+        seen = {"exit": code, "mib": all_used_mib(), "s": round(time.monotonic() - stopped, 1)}
         self.r.check("SIGTERM while suspended leaves no process and no GPU memory", code == 143 and gone, seen)
 
 
 def main() -> None:
     chosen, vllm = runs.arguments(__doc__, 1, {"cycles": 20, "leases": 20}, LIMIT_S)
     runs.begin(chosen.limit)
-    r = Results("run_vllm")
+    r = Results("run_vllm_tp" if {"-tp", "--tensor-parallel-size"} & set(vllm) else "run_vllm")
     r.note("wanted", {"cycles": chosen.cycles, "leases": chosen.leases, "limit_s": chosen.limit})
-    show = Show(r, runs.Run("m", chosen.models[0], 8124, "--idle", f"{IDLE_S:g}s", vllm=vllm), used_mib())
+    show = Show(r, runs.Run("m", chosen.models[0], 8124, "--idle", f"{IDLE_S:g}s", vllm=vllm), all_used_mib())
     if part(r, "start", 30, show.start) and part(r, "reference", 5, show.answers):
-        part(r, "first cycles", END_S + FIRST_S + 1, lambda: show.cycles(3, END_S))
+        part(r, "first cycles", END_S + FIRST_S + 1, lambda: show.cycles(min(3, chosen.cycles), END_S))
         part(r, "dev endpoints", END_S, show.hidden)
         part(r, "long stream", END_S + 20, show.long_stream)
         part(r, "held requests", END_S + FIRST_S, show.held)
-        part(r, "first leases", END_S + FIRST_S + 1, lambda: show.lend(3, END_S))
+        part(r, "first leases", END_S + FIRST_S + 1, lambda: show.lend(min(3, chosen.leases), END_S))
         part(r, "more cycles", END_S + 15, lambda: show.cycles(chosen.cycles, END_S + 15 * min(5, chosen.leases)))
         part(r, "more leases", END_S + FIRST_S + 1, lambda: show.lend(chosen.leases, END_S))
         part(r, "end", 10, show.end)
