@@ -101,7 +101,7 @@ class Group(Walk):
         """Mark as lost whoever shares a communicator with a process that ended: it could only wait for it, inside NCCL and on its GPU."""
         assert self.record is not None
         gone = [m for m in self.record.members if self.now[m.id] is State.GONE]
-        if not gone or self.barrier.several:
+        if not gone or self.barrier.several or self.record.down is not State.CHECKPOINTED:  # a pool may have left communicators as they are
             return
         alive = [m for m in self.record.members if m.agent and self.now[m.id] in plan.DEPTH and self.now[m.id] is not State.RUNNING]
         bereft = ranks.bereft(self.world.ranks(m.id for m in alive))

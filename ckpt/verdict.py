@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuckpt import errors
@@ -22,9 +22,14 @@ def left_in_flight(who: str, call: Call, process: ProcessId, caller_pid: int, *,
     )
 
 
-def agent_in_flight(who: str, call: Call, process: ProcessId) -> GpuckptError:
+def agent_in_flight(who: str, call: Call, process: ProcessId, gone: Sequence[ProcessId] = ()) -> GpuckptError:
+    """*gone*: ranks of its group that have ended; who shares a communicator with one waits for it inside NCCL."""
     hint = "when it has answered, or been ended: gpuckpt recover"
-    return errors.InFlight(f"the agent of {who} has not done its {call} by the deadline", hint=hint, pid=process.pid, step=call)
+    said = f"the agent of {who} has not done its {call} by the deadline"
+    if gone and call in (Call.COMMS, Call.COMMS_RESUME):
+        said += f"; pid {', '.join(map(str, gone))} of its group ended, for whom it waits if they share a communicator"
+        hint = f"end the job, and start it again: kill {process}"
+    return errors.InFlight(said, hint=hint, pid=process.pid, step=call)
 
 
 def of_agent(who: str, call: Call, process: ProcessId, outcome: Outcome) -> GpuckptError:

@@ -207,7 +207,8 @@ class Walk:
             self._seconds |= {c.process.pid: round(world.now() - begun, 4) for c in waiting if c.outcome is not None}
             self.say(phase.call)
         dropped = [p for p, c in calls.items() if c.outcome is not None and c.outcome.result == "agent:DROPPED"]
-        order = sorted(calls, key=lambda p: p in dropped)  # those that were not ready are why the others are not done
+        # those that were not ready are why the others are not done, and those that ended are why others wait
+        order = sorted(calls, key=lambda p: (p in dropped, calls[p].outcome is None))
         return not_made + [f for process in order if (f := self._result(phase.call, process, calls[process], limit, gpu_map))]
 
     def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float, gpu_map: Mapping[str, str]) -> Failure | None:
@@ -251,7 +252,8 @@ class Walk:
             self.save()
         who = self.world.describe(process.pid)
         if call in plan.AGENT_CALLS:
-            return Failure(process, verdict.agent_in_flight(who, call, process))
+            gone = [p for p, state in self.now.items() if state is State.GONE]
+            return Failure(process, verdict.agent_in_flight(who, call, process, gone))
         return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, stopped=self.world.stopped(process)))
 
     def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State, gpu_map: Mapping[str, str]) -> GpuckptError:

@@ -117,6 +117,22 @@ def test_one_of_the_same_tree_is_taken_along_all_the_same(machine4: Machine, mon
     assert all(r.unharmed() for r in ranks)
 
 
+def test_the_pool_of_one_that_is_taken_along_stays(machine4: Machine) -> None:
+    options = [("--gpu", str(r), "--nccl-socket", "--agent", "sync", str(r), "2", "--pool", "weights=2") for r in range(2)]
+    (server,), (trainer,) = (machine4.job(o) for o in options)
+    down = machine4.gpuckpt("suspend", server.pid, "--with", trainer.pid)
+    assert down.code == 0, down
+    by_pid = {s["name"]: set(s["seconds_by_pid"]) for s in down.document["steps"]}
+    assert by_pid["offload"] == by_pid["checkpoint"] == {str(server.pid)}
+    assert by_pid["comms"] == {str(server.pid), str(trainer.pid)}
+    assert machine4.used(1) == 3 * GIB
+    assert machine4.gpuckpt("suspend", server.pid).document["already"]
+    up = machine4.gpuckpt("resume", server.pid)
+    assert up.code == 0, up
+    assert server.unharmed()
+    assert trainer.unharmed()
+
+
 def test_who_cannot_be_taken_along(machine4: Machine, job: Job) -> None:
     without = machine4.target("--gpu", "3")
     w = job.server[0].pid

@@ -42,6 +42,7 @@ def test_a_rank_that_dies_in_its_communicators(machine4: Machine) -> None:
     ranks[2].kill()
     result = running.end()
     assert result.code == 3, result
+    assert "still in its comms" in result.error["message"]
     assert result.states[ranks[2].pid] == "gone"
     assert {result.states[r.pid] for r in ranks if r is not ranks[2]} <= {"in-flight", "quiesced", "lost"}
     assert not machine4.world.peek().operations

@@ -238,8 +238,9 @@ class Agent:
         may_begin_in = protocol.MOVES[call][0]
         alone = call == self._running and self._owner is None  # it is at it already, since its controller was gone
         if (self.stage not in may_begin_in or self._running or self._prepared or (self.wanted and call == "quiesce")) and not alone:
+            is_in = f"still in its {self._running}" if self._running else str(self.stage)
             needs = " or ".join(may_begin_in)
-            self._answer(connection, number, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {self.stage}")
+            self._answer(connection, number, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {is_in}")
             return
         if self._owner is not connection and self._owner is not None and call != "arm":
             self._answer(connection, number, "ILLEGAL_STATE", "another controller is at work on this process")
