@@ -113,6 +113,8 @@ class Show:
 
     def lend(self, most: int, keep_s: float) -> None:
         """A program has the whole GPU; a request that comes meanwhile waits, and is answered after it."""
+        if most == 0:
+            return
         longest = FIRST_S
         b = self.both[1]
         while len(self.leases) < most and runs.left_s() > keep_s + longest:

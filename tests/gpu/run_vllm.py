@@ -112,6 +112,8 @@ class Show:
 
     def lend(self, most: int, keep_s: float) -> None:
         """Generate, then another program computes on the whole GPU, then generate again."""
+        if most == 0:
+            return
         longest = FIRST_S
         while len(self.leases) < most and runs.left_s() > keep_s + longest:
             begun = time.monotonic()
