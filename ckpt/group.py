@@ -89,6 +89,13 @@ class Group(Walk):
         for m in self.record.members:
             if self.now[m.id] is State.FAILED and not m.lost:
                 self.record = self.record.with_member(m.id, lost="the driver says that its GPU state failed")
+            elif m.id in self.unheard:
+                raise errors.InFlight(
+                    f"the agent of {self.world.describe(m.id.pid)} does not answer, and its program stands still until it is asked to "
+                    "go on; what was suspended with it waits as well",
+                    hint=f"gpuckpt recover; if it never answers, end it: kill {m.id}",
+                    pid=m.id.pid,
+                )
             elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:
                 raise errors.InFlight(
                     f"the driver does not answer for {self.world.describe(m.id.pid)} (state {self.now[m.id]}"

@@ -270,6 +270,9 @@ class LocalWorld:
         hellos = self.agents.hellos(p for p in processes_ if processes.is_same(p) and not self.stopped(p))
         return _ranks_of({p.pid: hello for p, hello in hellos.items()})
 
+    def silent(self, process: ProcessId) -> bool:
+        return self._said.get(process) is None
+
     def stopped(self, process: ProcessId) -> bool:
         proc = processes.read(process.pid)
         return proc is not None and (proc.stopped or processes.frozen(process.pid, self.root))

@@ -13,7 +13,7 @@ from gpuckpt.barrier import Alone, Barrier
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Report, State, Step
+from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Report, State, Status, Step
 from gpuckpt.world import Claim, Pending, World
 
 #: What an agent does without being asked, when its controller is gone.
@@ -69,6 +69,7 @@ class Walk:
         self.keep_comms = False  # communicators stay as they are: the driver has no part in this, and they cannot be suspended
         self.record: Record | None = None
         self.now: dict[ProcessId, State] = {}
+        self.unheard: set[ProcessId] = set()  # those that their agents hold, which do not answer
         self._tell = tell
         self._watch = watch and tell is not None
         self._begun = world.now()
@@ -240,21 +241,26 @@ class Walk:
         if state is State.BLOCKED:
             return self._left_in_flight(call, process, pending.caller_pid)
         error = self._error(call, process, outcome, state, gpu_map)
+        if outcome.result in ("agent:VANISHED", "agent:SILENT") and call is not Call.QUIESCE and state is State.RUNNING:
+            self._waits(process, f"{call} by its agent, which does not answer")
         if isinstance(error, errors.Lost) and self.record is not None:
             self.record = self.record.with_member(process, lost=error.message)
             self.save()
         return Failure(process, error, outcome.result == "agent:DROPPED")
 
     def _left_in_flight(self, call: Call, process: ProcessId, caller_pid: int) -> Failure:
-        self.now[process] = State.BLOCKED
-        if self.record is not None:
-            self.record = self.record.with_member(process, waiting=f"{call} by caller {caller_pid}")
-            self.save()
+        self._waits(process, f"{call} by caller {caller_pid}")
         who = self.world.describe(process.pid)
         if call in plan.AGENT_CALLS:
             gone = [p for p, state in self.now.items() if state is State.GONE]
             return Failure(process, verdict.agent_in_flight(who, call, process, gone))
         return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, stopped=self.world.stopped(process)))
+
+    def _waits(self, process: ProcessId, what: str) -> None:
+        self.now[process] = State.BLOCKED
+        if self.record is not None:
+            self.record = self.record.with_member(process, waiting=what)
+            self.save()
 
     def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State, gpu_map: Mapping[str, str]) -> GpuckptError:
         """Words for a failed call. *state*: what the driver says of the process now."""
@@ -265,6 +271,11 @@ class Walk:
         """Take in each process's state. One that the driver answers for waits for no call any more."""
         assert self.record is not None
         self.now = self.world.states(m.id for m in self.record.members)
+        for m in self.record.members:
+            held = m.agent and (m.waiting or self.record.status in (Status.SUSPENDED, Status.RESUMING))
+            if held and self.now[m.id] is State.RUNNING and self.world.silent(m.id):
+                self.now[m.id] = State.BLOCKED  # the driver has no part in it: its program stands still until its agent is asked
+                self.unheard.add(m.id)
         for process, state in self.now.items():
             if state is not State.BLOCKED:
                 self.record = self.record.with_member(process, waiting="")

@@ -101,6 +101,7 @@ class Way:
     steps: tuple[Step, ...]
     wanted: str
     since: str = ""
+    down: State = State.CHECKPOINTED  # what the suspended are
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ class Disturbed(Player):
         with mock.patch.object(MemoryWorld, "point", self._noting(MemoryWorld.point)) if self.active else nullcontext():
             played = super().play(step)
         self.active = False
+        played.disturbed |= any(a.lost for a in self.machine.agents.values())  # what it holds nobody can tell from outside
         if played.error is not None and played.error.pid is not None:
             self.said.setdefault(played.error.pid, played.error.code)
         for report in played.reports:
@@ -356,11 +358,11 @@ def judged(way: Way, player: Disturbed, named: dict[int, str], step: str, fault:
     if held:
         assert held <= set(player.said), f"its agent is gone and its program stands still, and nobody says so: {where}"
         return HELD
-    found = State.CHECKPOINTED if way.wanted is RUNNING else State.RUNNING
+    found = way.down if way.wanted is RUNNING else State.RUNNING
     assert len(set(states.values())) == 1, f"some here, some there: {where}"
     if found in states.values():
         return AS_FOUND
-    assert set(states.values()) <= {State.CHECKPOINTED, State.RUNNING}, where
+    assert set(states.values()) <= {way.down, State.RUNNING}, where
     return RUNNING if State.RUNNING in states.values() else SUSPENDED
 
 
@@ -371,10 +373,13 @@ def _ways() -> tuple[Way, ...]:
         play(plain, SUSPEND, lambda player, _: points.extend(player.points))
     last_checkpoint = next(n for n in reversed(range(points[-1].calls)) if step_of(n, points) == Call.CHECKPOINT)
     fails = Fault(last_checkpoint, result="OPERATING_SYSTEM")
+    pool = Step("suspend", by="pool")
     cut_off = Step("suspend", events=(Event(0, "crash", after_s=1.5),), faults=(dataclasses.replace(fails, seconds=2.0),))
     return (
         plain,
         Way("resume", (SUSPEND, Step("resume")), RUNNING),
+        Way("suspend --method pool", (pool,), SUSPENDED, down=State.DISARMED),
+        Way("resume after --method pool", (pool, Step("resume")), RUNNING, down=State.DISARMED),
         Way("a suspend's way back", (Step("suspend", faults=(fails,)),), AS_FOUND, since="restore"),
         Way("recover after a suspend", (cut_off, Step("recover")), AS_FOUND),
         Way(

@@ -151,6 +151,9 @@ class MemoryWorld:
     def ranks(self, processes: Iterable[ProcessId]) -> tuple[Rank, ...]:
         return ()  # here nobody waits for a peer that ended
 
+    def silent(self, process: ProcessId) -> bool:
+        return not self.machine.has_agent(process.pid)
+
     def stopped(self, process: ProcessId) -> bool:
         self.point("stopped")
         return process.pid in self.machine.stopped

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpuckpt.driver.simulated_store import now_s
 from gpuckpt.model import Call, State
 from tests.conftest import eventually
 from tests.test_cli_concurrent import held, waits_for
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.conftest import Machine, Running, Target
 
 SIGNALS = pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 
@@ -30,12 +31,25 @@ def test_while_it_waits_for_another(machine: Machine, signum: int, code: int) ->
     assert machine.records() == []
 
 
+def begin_to_lock(machine: Machine, target: Target) -> Running:
+    """A suspend that waits for a target which has a second of work left, however long the command took to come there."""
+
+    def locking() -> bool:
+        with machine.world.transaction() as world:
+            if not world.under_way(target.pid):
+                machine.world._call_path(target.pid).write_text(f"{now_s() + 1.0:.6f}")  # busy for a second from here on
+                return False
+            return True
+
+    suspend = machine.begin("suspend", target.pid)
+    eventually(locking, "the lock")
+    return suspend
+
+
 @SIGNALS
 def test_while_it_locks(machine: Machine, signum: int, code: int) -> None:
     target = machine.target()
-    target.ask("busy 1")
-    suspend = machine.begin("suspend", target.pid)
-    eventually(lambda: target.under_way(Call.LOCK), "the lock")
+    suspend = begin_to_lock(machine, target)
     suspend.signal(signum)
     result = suspend.end()
     assert (result.code, result.error["code"], result.states) == (code, "interrupted", {target.pid: "running"})
@@ -184,9 +198,7 @@ def test_a_state_that_hangs(machine: Machine) -> None:
 
 def test_kill_9_while_it_locks(machine: Machine) -> None:
     target = machine.target()
-    target.ask("busy 1")
-    suspend = machine.begin("suspend", target.pid)
-    eventually(lambda: target.under_way(Call.LOCK), "the lock")
+    suspend = begin_to_lock(machine, target)
     suspend.signal(9)
     suspend.end()
     eventually(lambda: not target.under_way(Call.LOCK) and target.state is State.RUNNING, "the caller undoes its lock")

@@ -26,7 +26,8 @@ def ends(rows: list[dict[str, Any]], command: str) -> dict[tuple[str, str], set[
 @pytest.mark.parametrize("way", campaign.WAYS, ids=lambda w: w.name)
 def test_every_fault_at_every_moment(way: campaign.Way) -> None:
     cases = campaign.campaign(way)
-    assert {c.fault for c in cases} == set(campaign.FAULTS) - {"store lost"}
+    no_driver_calls = {"kill -9 of a caller"} if "pool" in way.name else set()
+    assert {c.fault for c in cases} == set(campaign.FAULTS) - {"store lost"} - no_driver_calls
     assert ends(REPORT["counted"](cases), way.name) == ends(RECORDED, way.name), TYPE_THIS
 
 

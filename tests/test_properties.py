@@ -138,9 +138,10 @@ def check_end(player: Player, start: dict[int, State], named: dict[int, str], la
         elif state is State.RUNNING and start.get(pid) is State.CHECKPOINTED:
             assert "resume" in player.ran, f"{pid} was resumed although nobody asked"
     for record in records:
-        check_record(record, player, lost)
+        check_record(record, player, lost | {pid for pid, agent in player.machine.agents.items() if agent.lost})
     world = MemoryWorld(player.machine)
-    left = [r for r in unfinished(world) if not any(m.lost for m in r.members)]
+    unheard = {pid for pid, agent in player.machine.agents.items() if agent.lost}
+    left = [r for r in unfinished(world) if not any(m.lost or m.id.pid in unheard for m in r.members)]
     full = player.schedule.gpu_gib == TIGHT_GIB and any(r.error and r.error["step"] in ("room", "onload") for r in last.reports)
     assert not left or full, [described(r) for r in left]
 
@@ -169,7 +170,7 @@ def check_restorable(player: Player) -> None:
             if player.states()[pid] is not State.RUNNING and not full:
                 assert pid in doomed, f"{pid} does not come back"
                 assert played.code == 3
-                assert played.words[pid] == "lost" or any(a.lost for a in player.machine.agents.values())
+                assert any(a.lost for a in player.machine.agents.values()) or played.words[pid] == "lost"
     for record in player.machine.counting():
         assert player.schedule.gpu_gib == TIGHT_GIB or any(m.id.pid in doomed for m in record.members), (
             f"all of it runs again: {described(record)}"

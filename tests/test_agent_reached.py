@@ -1,11 +1,11 @@
-"""An agent in a program that has no file descriptor left: it is heard again when there is one, and the program never notices."""
+"""Agents that cannot be reached: their program has no descriptor left, or their socket is gone."""
 
 from __future__ import annotations
 
 import resource
 from typing import TYPE_CHECKING
 
-from gpuckpt.agent import client
+from gpuckpt.agent import client, protocol
 from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
 from gpuckpt.model import State
@@ -35,3 +35,23 @@ def test_an_agent_without_a_descriptor_is_not_lost(machine4: Machine, monkeypatc
     assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
     assert machine4.gpuckpt("resume", ranks[0].pid).code == 0
     assert all(r.unharmed() for r in ranks)
+
+
+def test_a_program_that_nobody_can_tell_to_go_on_is_not_called_running(machine4: Machine) -> None:
+    """Its socket was swept away while it was suspended. It is back on its GPU, and stands still."""
+    ranks = job(machine4, 2)
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+    process = processes.read(ranks[1].pid)
+    assert process is not None
+    socket = protocol.find(process.id, processes.uid_of(process.pid))
+    assert socket is not None
+    socket.unlink()
+    result = machine4.gpuckpt("resume", ranks[0].pid)
+    assert (result.code, result.error["code"], result.error["pid"]) == (3, "in-flight", ranks[1].pid)
+    for command in (("recover",), ("resume", ranks[0].pid)):
+        again = machine4.gpuckpt(*command)
+        assert again.code == 3, command
+        assert f"kill {ranks[1].pid}" in str(again.document)
+    ranks[1].kill()
+    machine4.gpuckpt("recover")
+    assert not machine4.gpuckpt("recover").document["recovered"]
