@@ -222,18 +222,22 @@ def test_a_controller_that_is_gone_ends_it(suspended: Suspended) -> None:
 
 
 def test_a_stopped_process(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "ANSWER_S", 0.05)
-    monkeypatch.setattr(keeper, "RANGE_S", 0.05)
+    with keeper.of(suspended.program.id):
+        pass  # it has come to life
     suspended.program.stop()
-    with pytest.raises(errors.ImageNotStored, match="stopped"):
+    with monkeypatch.context() as short, pytest.raises(errors.ImageNotStored, match="stopped"):
+        short.setattr(keeper, "ANSWER_S", 0.05)
         suspended.call(Call.STORE)
     os.kill(suspended.program.pid, signal.SIGCONT)
     suspended.spec = suspended.call(Call.STORE)
     suspended.program.stop()
-    with pytest.raises(errors.ImageNotStored, match="not given back"):
-        suspended.call(Call.DROP)
-    with pytest.raises(errors.ImageUnreadable, match="stopped"):
-        suspended.call(Call.LOAD)
+    with monkeypatch.context() as short:
+        short.setattr(keeper, "ANSWER_S", 0.05)
+        short.setattr(keeper, "RANGE_S", 0.05)
+        with pytest.raises(errors.ImageNotStored, match="not given back"):
+            suspended.call(Call.DROP)
+        with pytest.raises(errors.ImageUnreadable, match="stopped"):
+            suspended.call(Call.LOAD)
     os.kill(suspended.program.pid, signal.SIGCONT)
     suspended.call(Call.LOAD)
     assert suspended.whole(), "whether or not the pages went when it went on"
