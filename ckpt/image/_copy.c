@@ -12,7 +12,6 @@
  */
 #define _GNU_SOURCE
 #include "_preload.h"
-#include <dlfcn.h>
 #include <elf.h>
 #include <errno.h>
 #include <linux/futex.h>
@@ -23,15 +22,6 @@
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-
-#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
-#if defined(__x86_64__)
-__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
-#elif defined(__aarch64__)
-__asm__(".symver dlsym, dlsym@GLIBC_2.17");
-#endif
-#endif
-#pragma weak dlsym
 
 #define PIECE ((size_t)128 << 10) /* what a thread takes at a time */
 #define MOST_HELPERS 15

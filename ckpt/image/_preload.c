@@ -32,7 +32,6 @@
 #undef _FILE_OFFSET_BITS /* with 64 the header would make our mmap a second mmap64 */
 #define _GNU_SOURCE
 #include "_preload.h"
-#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/futex.h>
@@ -61,17 +60,6 @@
 #define PR_SET_VMA 0x53564d41 /* Linux 5.17 */
 #define PR_SET_VMA_ANON_NAME 0
 #endif
-
-/* A program that inherits us may have an older C library, in a container say, and a version of a symbol that it lacks would end it at its
- * start. So no symbol is newer than 2.17, and dlsym, which moved with 2.34, may be missing: then we chain to nobody. */
-#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
-#if defined(__x86_64__)
-__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
-#elif defined(__aarch64__)
-__asm__(".symver dlsym, dlsym@GLIBC_2.17");
-#endif
-#endif
-#pragma weak dlsym
 
 #define LARGE ((size_t)32 << 20)
 #define CHUNK ((uintptr_t)64 << 20) /* what a thread takes at a time: a multiple of a huge page */

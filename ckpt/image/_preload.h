@@ -1,8 +1,20 @@
 /* What the two parts of the preload library share: the mapping of an image (_preload.c), and the copies into it and out of it (_copy.c). */
 #ifndef GPUCKPT_PRELOAD_H
 #define GPUCKPT_PRELOAD_H
+#include <dlfcn.h>
 #include <stddef.h>
 #include <stdint.h>
+
+/* A program that inherits us may have an older C library, in a container say, and a version of a symbol that it lacks would end it at its
+ * start. So no symbol is newer than 2.17, and dlsym, which moved with 2.34, may be missing: then we chain to nobody. */
+#if defined(__GLIBC__) && __GLIBC_PREREQ(2, 34)
+#if defined(__x86_64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.2.5");
+#elif defined(__aarch64__)
+__asm__(".symver dlsym, dlsym@GLIBC_2.17");
+#endif
+#endif
+#pragma weak dlsym
 
 #define STACK_BYTES 16384 /* for system calls and copies; signals, which would need more, are blocked */
 
