@@ -225,9 +225,10 @@ def test_a_stopped_process(suspended: Suspended, monkeypatch: pytest.MonkeyPatch
     with keeper.of(suspended.program.id):
         pass  # it has come to life
     suspended.program.stop()
-    with monkeypatch.context() as short, pytest.raises(errors.ImageNotStored, match="stopped"):
+    with monkeypatch.context() as short:
         short.setattr(keeper, "ANSWER_S", 0.05)
-        suspended.call(Call.STORE)
+        with pytest.raises(errors.ImageNotStored, match="stopped"):
+            suspended.call(Call.STORE)
     os.kill(suspended.program.pid, signal.SIGCONT)
     suspended.spec = suspended.call(Call.STORE)
     suspended.program.stop()

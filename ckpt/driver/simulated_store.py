@@ -11,7 +11,6 @@ import dataclasses
 import fcntl
 import json
 import os
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,7 +277,7 @@ class SimulatedWorldDir:
         for process in world.rules.processes.values():
             host = self._on_host(process)
             if process.lost:
-                shutil.rmtree(host, ignore_errors=True)
+                _remove(host)
                 continue
             for ordinal, uuid in enumerate(process.held_bytes):
                 gpu, image = self._on_gpu(process, uuid), host / str(ordinal)
@@ -299,7 +298,7 @@ class SimulatedWorldDir:
         process = world.rules.processes[pid]
         for uuid in process.held_bytes:
             self._on_gpu(process, uuid).unlink(missing_ok=True)
-        shutil.rmtree(self._on_host(process), ignore_errors=True)
+        _remove(self._on_host(process))
         self._call_path(pid).unlink(missing_ok=True)
         for name in ("held", "dropped"):
             (self.kept(pid, process.start_ticks) / name).unlink(missing_ok=True)
@@ -395,3 +394,9 @@ def _replace(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
     new.write_text(text)
     new.rename(path)
+
+
+def _remove(directory: Path) -> None:
+    import shutil  # takes as long to import as all the rest here
+
+    shutil.rmtree(directory, ignore_errors=True)
