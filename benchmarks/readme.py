@@ -253,7 +253,7 @@ def added() -> str:
         f"| more than the driver's calls alone, side by side | {own['suspend_s']:.2f} | {own['resume_s']:.2f} |",
         "",
         f"`gpuckpt status` takes {status:.2f} s, `gpuckpt --help` {start['gpuckpt --help'] - start['python -c pass']:.2f} s more than "
-        f"`python -c pass` ({source('overhead', DOCS)}).",
+        f"`python -c pass` ({'; '.join([source('overhead', DOCS), *([found['bytecode']] if 'bytecode' in found else [])])}).",
     ]
     if tree := result("inspect_tree"):
         rows[-1] += (

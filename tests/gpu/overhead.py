@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import py_compile
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
-from lab import Results, Target, gpuckpt
+from lab import SIMULATED, Results, Target, gpuckpt
 
 ALONE = """
 import json, sys, time
@@ -21,6 +23,12 @@ print(json.dumps(out))
 """
 n = int(sys.argv[1]) if len(sys.argv) > 1 else 7
 r = Results("overhead")
+if not SIMULATED:
+    import pynvml
+
+    if not Path(pynvml.__cached__ or "").exists():  # where Python may write no bytecode each command would compile it anew: 60 ms
+        py_compile.compile(pynvml.__file__)
+        r.note("bytecode", "pynvml had no bytecode there, and was compiled beforehand as pip does")
 target = Target(0.25)
 try:
     alone, ours = [], []
