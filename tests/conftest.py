@@ -20,10 +20,12 @@ from typing import Any
 import pytest
 
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
-from gpuckpt.image import preload
+from gpuckpt.image import keeper, preload
 from gpuckpt.model import GIB, Call, State
 from tests import image_machine
+from tests.image_suspended import Suspended
 from tests.nccl_programs import compile_fakes, program
+from tests.simulated_bench import Bench
 
 COMMAND = str(Path(sys.executable).parent / "gpuckpt")
 SIMTARGET = [sys.executable, "-m", "gpuckpt.driver.simtarget"]
@@ -373,3 +375,24 @@ def start_program(image_folder: Path) -> Iterator[image_machine.Start]:
     for one in started:
         one.process.kill()
         one.process.communicate()
+
+
+@pytest.fixture
+def suspended(start_program: image_machine.Start, tmp_path: Path) -> Suspended:
+    """That program with an image in its memory, as a checkpoint leaves it."""
+    return Suspended(start_program(), tmp_path)
+
+
+@pytest.fixture
+def named(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> Suspended:
+    """The same, where its process cannot hold the file."""
+    monkeypatch.setattr(keeper.Keeper, "hold", lambda *_: False)
+    return suspended
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """Simulated GPUs and processes on them, without a command line."""
+    made = Bench(tmp_path / "sim")
+    yield made
+    made.end()

@@ -17,18 +17,6 @@ from tests.image_machine import MIB, Start
 from tests.image_suspended import NBYTES, Suspended
 
 
-@pytest.fixture
-def suspended(start_program: Start, tmp_path: Path) -> Suspended:
-    return Suspended(start_program(), tmp_path)
-
-
-@pytest.fixture
-def named(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> Suspended:
-    """Its process cannot hold the file."""
-    monkeypatch.setattr(keeper.Keeper, "hold", lambda *_: False)
-    return suspended
-
-
 def overwrite(path: Path, offset: int, data: bytes) -> None:
     with open(path, "r+b") as f:
         f.seek(offset)

@@ -24,18 +24,6 @@ from tests.image_machine import MIB, Program, Start
 from tests.image_suspended import NBYTES, OPERATION, Suspended
 
 
-@pytest.fixture
-def suspended(start_program: Start, tmp_path: Path) -> Suspended:
-    return Suspended(start_program(), tmp_path)
-
-
-@pytest.fixture
-def named(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> Suspended:
-    """Its process cannot hold the file."""
-    monkeypatch.setattr(keeper.Keeper, "hold", lambda *_: False)
-    return suspended
-
-
 def test_there_and_back(suspended: Suspended) -> None:
     suspended.spec = suspended.call(Call.STORE)
     assert suspended.whole(), "nothing has changed yet"

@@ -20,14 +20,7 @@ from tests.simulated_bench import Bench
 from tests.test_simulated_rules import refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path / "sim")
-    yield made
-    made.end()
+    pass
 
 
 class TestStore:

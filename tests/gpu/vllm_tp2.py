@@ -17,7 +17,7 @@ import urllib.request
 from typing import Any
 
 import vllm_contract
-from lab import HERE, OUT, SIMULATED, Results, gpuckpt, slope, used_mib
+from lab import FILLER, HERE, OUT, SIMULATED, Results, free_mib, gpuckpt, slope, used_mib
 
 words = sys.argv[1:]
 extra = words[words.index("--") + 1 :] if "--" in words else []
@@ -26,16 +26,6 @@ model, cycles = words[0], int(words[1]) if len(words) > 1 else 10
 LIMIT_S = float(os.environ.get("LIMIT_S", "540"))
 START_S, STEP_S, PORT, GPUS = 240.0, 120.0, 8125, (0, 1)
 FLIGHT_S = 1.5 if SIMULATED else 5.0  # how long the request shall take that is in flight when the suspend comes
-FILLER = """
-import ctypes, sys
-l = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); free = ctypes.c_size_t(); total = ctypes.c_size_t(); p = ctypes.c_void_p()
-assert l.cuInit(0) == 0 and l.cuDevicePrimaryCtxRetain(ctypes.byref(c), int(sys.argv[1])) == 0 and l.cuCtxSetCurrent(c) == 0
-assert l.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) == 0
-n = free.value - (512 << 20)
-assert l.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(n)) == 0
-assert l.cuMemsetD32_v2(p, 0xDEADBEEF, ctypes.c_size_t(n // 4)) == 0 and l.cuCtxSynchronize() == 0
-print(n >> 20, total.value >> 20)
-"""
 begun = time.monotonic()
 started: list[subprocess.Popen[Any]] = []
 
@@ -126,9 +116,10 @@ def fill() -> list[Any]:
         code = "from gpuckpt.driver.simtarget import main; import sys; sys.exit(main(['--gpu', sys.argv[1], '--gib', '79']))"
         running = [start([sys.executable, "-c", code, str(g)], stdout=subprocess.PIPE, text=True) for g in GPUS]
         return [[79 << 10, 80 << 10] if "ready" in p.communicate(timeout=60)[0] else p.returncode for p in running]
+    sizes = [free_mib(g) + used_mib(g) for g in GPUS]
     running = [start([sys.executable, "-c", FILLER, str(g)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for g in GPUS]
-    said = [p.communicate(timeout=90)[0] for p in running]
-    return [[int(x) for x in s.split()] if s.replace(" ", "").strip().isdigit() else s[-300:] for s in said]
+    said = [p.communicate(timeout=90)[0].strip() for p in running]
+    return [[int(s), size] if s.isdigit() else s[-300:] for s, size in zip(said, sizes, strict=True)]
 
 
 def steps(document: dict[str, Any]) -> dict[str, float]:
