@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from gpuckpt.model import State
+from gpuckpt.supervisor import operate
 from gpuckpt.supervisor.keeper import descendants
 from gpuckpt.supervisor.operate import Worker
 from tests.conftest import COMMAND, Machine, eventually
@@ -248,6 +249,22 @@ def test_a_worker_can_be_asked_again(machine: Machine, monkeypatch: pytest.Monke
 
     first, second = asyncio.run(asyncio.wait_for(body(), 20))
     assert first == second != []
+
+
+def test_one_that_stood_ready_and_died_has_begun_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death may not be known yet when it gets its order: another one carries it out."""
+    monkeypatch.setenv("GPUCKPT_SIMULATE", str(machine.world.path))
+
+    async def body() -> Any:
+        worker = Worker()
+        worker.process = dead = await operate.ready()
+        os.kill(dead.pid, signal.SIGKILL)
+        try:
+            return (await worker.run("gpus")).details["gpus"]
+        finally:
+            await worker.finish()
+
+    assert asyncio.run(asyncio.wait_for(body(), 20)) != []
 
 
 def operations(run: Serving) -> list[int]:

@@ -29,6 +29,7 @@ LIMIT_S = 1800.0
 _END_S = 5.0
 _LINE_BYTES = 1 << 24
 _PROGRESS = b'{"progress"'
+_TAKEN = b'{"taken": true}\n'  # before it has begun anything
 
 
 class Worker:
@@ -40,6 +41,7 @@ class Worker:
     def __init__(self, told: Callable[[str, str], None] = lambda _step, _waits: None) -> None:
         self.process: asyncio.subprocess.Process | None = None  # a ready one, else it starts its own
         self._interrupted = False
+        self._taken = False
         self._told = told
         self.busy = True  # until it has told how it ended
 
@@ -70,23 +72,30 @@ class Worker:
         order: dict[str, Any] = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
         order |= {"reserved": dict(reserved or {}), "host_left": host_left, "keep_in": keep_in, "method": method}
         self.busy = True
-        self.process = process = self.process or await ready()
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        if self._interrupted:
-            self.interrupt()
+        line = json.dumps(order).encode() + b"\n"
         try:
-            output = await asyncio.wait_for(self._listen(process), LIMIT_S + wait_s)
+            output = await asyncio.wait_for(self._order(line, self.process or await ready()), LIMIT_S + wait_s)
+            if not (self._taken or self._interrupted) and self.process:  # it died before it had read its order: nothing has begun
+                await dismiss(self.process)
+                output = await asyncio.wait_for(self._order(line, await ready()), LIMIT_S + wait_s)
         except TimeoutError:
             raise errors.InFlight(f"the {command} did not answer within {LIMIT_S + wait_s:.0f} s", hint="gpuckpt status") from None
         finally:
             self.busy = False
         return report_or_raise(command, output)
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> bytes:
-        """The line that is its report; b"" if it ended without one."""
+    async def _order(self, order: bytes, process: asyncio.subprocess.Process) -> bytes:
+        """Have *process* carry it out. The line that is its report; b"" if it ended without one."""
+        assert process.stdin is not None
         assert process.stdout is not None
+        self.process, self._taken = process, False
+        process.stdin.write(order)
+        if self._interrupted:
+            self.interrupt()
         async for line in process.stdout:
+            if line == _TAKEN:
+                self._taken = True
+                continue
             if not line.startswith(_PROGRESS):
                 return line
             self._told(*json.loads(line)["progress"])
@@ -185,6 +194,9 @@ def main() -> None:
 
     if not (line := sys.stdin.readline()):
         os._exit(0)  # it was not wanted
+    with contextlib.suppress(OSError):
+        sys.stdout.write(_TAKEN.decode())
+        sys.stdout.flush()
     order = json.loads(line)
     simulated = bool(os.environ.get("GPUCKPT_SIMULATE"))
     acted = True
