@@ -73,9 +73,10 @@ class Operation(Reporting):
             try:
                 self.walk(self.bottoms(), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
                 self.check_interruption()
-                if by != "pool":
-                    with self.step("verify"):
+                with self.step("verify"):
+                    if by != "pool":
                         self._verify()
+                    self._refuse_the_dead()
                 self.agree(END)
             except GpuckptError as cause:
                 self._undo(cause)
@@ -298,6 +299,12 @@ class Operation(Reporting):
                     f"{nbytes / 2**20:.0f} MiB stayed on {uuid} although the group is suspended: memory exported to another process or an "
                     "open file descriptor (cuMemExportToShareableHandle). A resume needs room for it once more"
                 )
+
+    def _refuse_the_dead(self) -> None:
+        """One that ended after its own call, while others were at theirs, say: the group is not what was to be suspended."""
+        states = self.world.states(self.now)
+        if gone := next((p for p in self.now if states[p] is State.GONE), None):
+            raise errors.Aborted(f"pid {gone} ended while its group was being suspended", pid=gone.pid, step="verify")
 
     # Ends.
 

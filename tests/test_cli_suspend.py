@@ -293,3 +293,16 @@ def test_a_target_dies_while_it_is_checkpointed(machine: Machine) -> None:
     assert result.states == {one.pid: "running", two.pid: "gone"}
     assert one.unharmed()
     assert machine.records() == []
+
+
+def test_a_target_dies_after_its_own_checkpoint(machine: Machine) -> None:
+    one, two = machine.target("--gib", "1"), machine.target("--gib", "16")
+    machine.slow(0.1)
+    suspend = machine.begin("suspend", one.pid, two.pid)
+    eventually(lambda: one.state is State.CHECKPOINTED, "one is down")
+    one.kill()
+    result = suspend.end()
+    assert (result.code, result.error["code"], result.error["pid"]) == (1, "group-changed", one.pid)
+    assert result.states == {one.pid: "gone", two.pid: "running"}
+    assert two.unharmed()
+    assert machine.records() == []

@@ -1,6 +1,7 @@
 """`vllm serve -tp 2`, suspended and resumed by its pid, through its agents: same answers, two empty GPUs. usage: vllm_tp2.py MODEL [CYCLES] [-- VLLM ARGS]
 
-Prints what gpuckpt relies on in vLLM first. Stops at the first cycle that fails, and after LIMIT_S seconds in any case; whatever it
+CYCLES (10) with the driver moving all memory; with `-- --enable-sleep-mode` half as many more with vLLM's allocator moving its own first. ``EXEC=1``: under
+`gpuckpt exec`, that is with the preload library. Prints what gpuckpt relies on in vLLM first. Stops at the first cycle that fails, and after LIMIT_S seconds in any case; whatever it
 started ends with it. With GPUCKPT_SIMULATE it runs against tests/vllm_tree, on two simulated GPUs: that tries the script, and nothing else.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -122,6 +124,12 @@ def fill() -> list[Any]:
     return [[int(s), size] if s.isdigit() else s[-300:] for s, size in zip(said, sizes, strict=True)]
 
 
+def fresh() -> tuple[list[str], list[Any]]:
+    """With nothing in the prefix cache, as after a suspend that dropped it."""
+    http("/reset_prefix_cache", {})
+    return complete()
+
+
 def steps(document: dict[str, Any]) -> dict[str, float]:
     return {s["name"]: s["seconds"] for s in document.get("steps", [])}
 
@@ -138,9 +146,11 @@ if "--gpu-memory-utilization" not in extra:
     ours += ["--gpu-memory-utilization", "0.08"]
 command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(PORT), "--host", "127.0.0.1"]
 command += ["--load-format", "dummy", "--served-model-name", "m", "--max-model-len", "4096", *ours, *extra]
-environ = {**os.environ, **environment}
+environ = {**os.environ, **environment, "VLLM_SERVER_DEV_MODE": "1"}
+if os.environ.get("EXEC"):
+    command = ["gpuckpt", "exec", "--", *command]
 if SIMULATED:
-    command = [sys.executable, "-m", "vllm.serve", "-tp", "2", "--port", str(PORT)]
+    command = [sys.executable, "-m", "vllm.serve", "-tp", "2", "--port", str(PORT), *[w for w in extra if w == "--enable-sleep-mode"]]
     environ |= {"PYTHONPATH": str(HERE.parent / "vllm_tree"), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 r.note("command", command)
 try:
@@ -155,9 +165,9 @@ try:
                 raise SystemExit from None
             time.sleep(0.5)
     r.note("start_s", round(time.monotonic() - begun, 1))
-    complete()
-    reference = complete()
-    r.check("a server of two GPUs answers twice alike", complete() == reference, [used_mib(g) for g in GPUS])
+    fresh()
+    computed, reference = fresh(), complete()
+    r.check("a server of two GPUs answers twice alike", fresh() == computed and complete() == reference, [used_mib(g) for g in GPUS])
     t = time.monotonic()
     r.check("a long request", long(256) == 256)
     flight = min(3500, int(256 * FLIGHT_S / (time.monotonic() - t)))
@@ -173,12 +183,14 @@ try:
 
     # 4. Cycles: in every other one a request is in flight when the suspend comes.
     rows: list[dict[str, Any]] = []
-    for i in range(cycles):
-        row: dict[str, Any] = {"cycle": i}
+    wanted = ["driver"] * cycles + ["auto"] * (cycles // 2 if "--enable-sleep-mode" in extra else 0)
+    for i, method in enumerate(wanted):
+        row: dict[str, Any] = {"cycle": i, "method": method}
+        answers = reference if method == "driver" else computed
         flying = Asking(lambda: long(flight)) if i % 2 else None
         if flying:
             time.sleep(0.1)
-        code, down, row["suspend_wall_s"] = gpuckpt("suspend", server.pid, timeout=STEP_S)
+        code, down, row["suspend_wall_s"] = gpuckpt("suspend", server.pid, "--method", method, timeout=STEP_S)
         row |= {"suspend": code, "down": steps(down), "down_by_rank": by_rank(down), "left_mib": [used_mib(g) for g in GPUS], "error": down.get("error"), "warnings": down.get("warnings")}
         row["in_flight"] = flying.is_alive() if flying else None
         if code == 0:
@@ -190,13 +202,13 @@ try:
         if code == 0:
             waiting.join(STEP_S)
             row |= {"waited": type(waiting.answer) is tuple and len(waiting.answer[0]) == 3 or waiting.answer, "waited_s": waiting.seconds}
-            row["waited_same"] = waiting.answer == reference
+            row["waited_same"] = waiting.answer == answers
             if flying:
                 flying.join(STEP_S)
                 row["in_flight_tokens"] = flying.answer
             t = time.perf_counter()
-            text, logprobs = complete()
-            row |= {"same_text": text == reference[0], "same_logprobs": logprobs == reference[1], "answer_s": round(time.perf_counter() - t, 3)}
+            text, logprobs = complete() if method == "driver" else fresh()
+            row |= {"same_text": text == answers[0], "same_logprobs": logprobs == answers[1], "answer_s": round(time.perf_counter() - t, 3)}
             row["running_mib"] = [used_mib(g) for g in GPUS]
         rows.append(row)
         r.note("cycles", rows)
@@ -216,11 +228,13 @@ try:
             r.note("log", tail(6000))
             print(tail(), flush=True)
             break
-    r.check(f"{cycles} cycles: same text and logprobs, both GPUs empty and filled meanwhile, no request lost", len(rows) == cycles and not any(c.startswith("cycle ") for c in r.document["checks"]))
+    r.check(f"{len(wanted)} cycles: same text and logprobs, both GPUs empty and filled meanwhile, no request lost", len(rows) == len(wanted) and not any(c.startswith("cycle ") for c in r.document["checks"]))
     whole = [x for x in rows if x.get("resume") == 0]
+    for method in dict.fromkeys(x["method"] for x in whole):
+        mine = [x for x in whole if x["method"] == method]
+        r.note(f"by_{method}_s", {f"{which}_{command}": f([x[f"{command}_wall_s"] for x in some]) for command in ("suspend", "resume") for which, some, f in (("first", mine[:1], sum), ("later", mine[1:] or mine, statistics.median))})
     if whole:
-        r.note("suspend_s", [x["suspend_wall_s"] for x in whole])
-        r.note("resume_s", [x["resume_wall_s"] for x in whole])
+        r.check("what was asked for was moved", all(("offload" in x["down"]) == (x["method"] == "auto") for x in whole))
         r.check("a request was in flight at a suspend", any(x["in_flight"] for x in whole) or cycles < 2, [x["in_flight"] for x in whole])
     if len(whole) > 5:
         r.note("slope_running_mib", [slope([float(x["running_mib"][g]) for x in whole[1:]]) for g in GPUS])
