@@ -1,12 +1,14 @@
-"""Ways to take a torch process off its GPU and bring it back, in turn, in one run. usage: LIMIT_S=300 comparison.py [GIB] [ROUNDS]
+"""Ways to take a torch process off its GPU and bring it back, in one run. usage: LIMIT_S=300 comparison.py [GIB] [ROUNDS] [TOOL...]
 
 * ``driver``: the four calls, one after the other in one process, as NVIDIA's cuda-checkpoint makes them (the time inside the calls, without that process's start);
   and ``cuda-checkpoint``, the whole command, where it is on PATH
-* ``gpuckpt``: the whole command, and ``gpuckpt exec``: the same on a process that has the preload library
-* ``torch_memory_saver``, where it is installed: pause and resume, called by the program itself, of what it allocated in a region with a backup in host memory
+* ``gpuckpt``: the whole command; ``gpuckpt exec``: the same on a process that has the preload library; ``gpuckpt pool``: and holds its memory in gpuckpt's
+  pool, and ``gpuckpt pool, changed``: where all of it was written to since the last suspend
+* ``torch_memory_saver``, where it is installed: pause and resume, called by the program itself, of what it allocated in a region with a backup in host memory;
+  and the driver's calls for the rest after it
 
-Each has a process of its own of the same making: GIB of random numbers on four streams, pinned memory, 64 CUDA graphs of 200 nodes. The first round counts apart. Who "survives" is
-asked after each round: the sum of all memory, the replays of all graphs.
+Each has a process of its own of the same making: GIB of random numbers on four streams, pinned memory, 64 CUDA graphs of 200 nodes. They take turns, where they fit
+onto the GPU together; else one process after the other. The first round counts apart. Who "survives" is asked after each round: the sum of all memory, the replays of all graphs.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lab import SIMULATED, Results, Rounds, Target, calls, gpuckpt, limit, used_mib
+from lab import SIMULATED, Results, Rounds, Target, calls, free_mib, gpuckpt, left_s, limit, used_mib
 
 from gpuckpt.image import preload
 
 gib, rounds_wanted = float(sys.argv[1]) if len(sys.argv) > 1 else 16, int(sys.argv[2]) if len(sys.argv) > 2 else 4
+WORKSPACE_GIB = 6  # what a process takes beyond what it was asked for, at most
 
 
 def driver(t: Target, down: bool) -> tuple[float, Any]:
@@ -43,9 +46,20 @@ def ours(t: Target, down: bool) -> tuple[float, Any]:
     return wall, document.get("error") or []
 
 
+def changed(t: Target, down: bool) -> tuple[float, Any]:
+    if down:
+        t.first = t.ask("step")
+    return ours(t, down)
+
+
 def saver(t: Target, down: bool) -> tuple[float, Any]:
     answer = t.ask("pause" if down else "resume")
     return answer.get("seconds", 0.0), [] if "seconds" in answer else [answer]
+
+
+def saver_then_driver(t: Target, down: bool) -> tuple[float, Any]:
+    first, second = [how(t, down) for how in ((saver, driver) if down else (driver, saver))]
+    return first[0] + second[0], first[1] + second[1]
 
 
 #: name -> how it is done, and how its process is started
@@ -53,11 +67,16 @@ TOOLS: dict[str, tuple[Callable[[Target, bool], tuple[float, Any]], str, dict[st
     "driver": (driver, "full", {}),
     "gpuckpt": (ours, "full", {}),
     "gpuckpt exec": (ours, "full", dict(preload.environment())),
+    "gpuckpt pool": (ours, "pool", dict(preload.environment())),
+    "gpuckpt pool, changed": (changed, "pool", dict(preload.environment())),
 }
 if shutil.which("cuda-checkpoint") and not SIMULATED:
     TOOLS["cuda-checkpoint"] = (cuda_checkpoint, "full", {})
 if importlib.util.find_spec("torch_memory_saver") and not SIMULATED:
     TOOLS["torch_memory_saver"] = (saver, "saver", {})
+    TOOLS["torch_memory_saver, then driver"] = (saver_then_driver, "saver", {})
+NOT_THERE = [n for n in ("cuda-checkpoint", "torch_memory_saver") if n not in TOOLS]
+TOOLS = {name: TOOLS[name] for name in sys.argv[3:] or TOOLS}
 
 
 def turn(name: str, t: Target) -> dict[str, Any]:
@@ -90,35 +109,47 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-r, rounds = Results("comparison"), Rounds()
+r = Results("comparison" if len(sys.argv) < 4 else f"comparison_{gib:g}")
 limit(r, 590)
 r.note("gib", gib)
-r.note("not_there", [n for n in ("cuda-checkpoint", "torch_memory_saver") if n not in TOOLS])
-targets: dict[str, Target] = {}
-held: dict[str, int] = {}
+r.note("not_there", NOT_THERE)
+together = SIMULATED or (gib + WORKSPACE_GIB) * len(TOOLS) < free_mib() / 1024
+r.note("in_turn", together)
 rows: list[dict[str, Any]] = []
-try:
-    for name, (_, mode, env) in TOOLS.items():
-        before = used_mib()
-        try:
-            targets[name] = Target(gib, mode, env=env)
-        except KeyError:  # it ended before it had said who it is
-            r.check(f"{name}: its process came up", False)
-            continue
-        held[name] = used_mib() - before
-    for i in range(rounds_wanted):
-        if not rounds.another():
-            break
-        begun = time.monotonic()
-        for name, t in targets.items():
-            rows.append({"tool": name, "round": i, "held_mib": held[name], **turn(name, t)})
-            r.note("rows", rows)
-            print(rows[-1], flush=True)
-        rounds.took(time.monotonic() - begun)
-    r.note("summary", summary(rows))
-    for name, found in r.document["summary"].items():
-        r.check(f"{name}: same answers after every round", found["same"] == found["rounds"], found)
-finally:
-    for t in targets.values():
-        t.end()
+
+
+def rounds_of(names: list[str], until_s: float) -> None:
+    """A process for each of *names*, and their rounds in turn, as many as there is time for until *until_s* are left."""
+    targets: dict[str, Target] = {}
+    held: dict[str, int] = {}
+    rounds = Rounds(rest_s=until_s)
+    try:
+        for name in names:
+            before = used_mib()
+            try:
+                targets[name] = Target(gib, TOOLS[name][1], env=TOOLS[name][2])
+            except KeyError:  # it ended before it had said who it is
+                r.check(f"{name}: its process came up", False)
+                continue
+            held[name] = used_mib() - before
+        for i in range(rounds_wanted):
+            if not rounds.another():
+                break
+            begun = time.monotonic()
+            for name, t in targets.items():
+                rows.append({"tool": name, "round": i, "held_mib": held[name], **turn(name, t)})
+                r.note("rows", rows)
+                print(rows[-1], flush=True)
+            rounds.took(time.monotonic() - begun)
+    finally:
+        for t in targets.values():
+            t.end()
+
+
+groups = [list(TOOLS)] if together else [[name] for name in TOOLS]
+for n, group in enumerate(groups):
+    rounds_of(group, 15.0 + (left_s() - 15.0) * (len(groups) - n - 1) / (len(groups) - n))
+r.note("summary", summary(rows))
+for name, found in r.document["summary"].items():
+    r.check(f"{name}: same answers after every round", found["same"] == found["rounds"], found)
 r.finish()

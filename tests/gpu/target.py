@@ -6,8 +6,11 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -18,11 +21,22 @@ generator.manual_seed(7)
 left = int(gib * (1 << 30)) // 4
 chunks = []
 saver, region = None, contextlib.nullcontext()
+capture: Any = torch.cuda.graph
 if mode.startswith("saver"):  # what torch_memory_saver can move: what is allocated in its region
     from torch_memory_saver import torch_memory_saver as saver
 
     saver.hook_mode = "torch"
     region = saver.region(enable_cpu_backup=True)
+if mode == "pool":  # all of it in gpuckpt's pool, and an agent that lets it go
+    import gpuckpt.agent
+    import gpuckpt.pool
+
+    region = gpuckpt.pool.tag("weights")
+
+    def capture(graph: torch.cuda.CUDAGraph, **_: object) -> Any:
+        return gpuckpt.pool.cuda_graph(graph)
+
+
 with region:
     while left > 0:
         n = min(left, 1 << 28)
@@ -39,7 +53,7 @@ if mode.startswith("graphs="):  # so many, of ten nodes each
                 z = torch.sin(z)
         graphs.append(graph)
         outputs.append(z)
-if mode in ("full", "graphs", "saver"):
+if mode in ("full", "graphs", "saver", "pool"):
     x = torch.randn(64, 1024, device="cuda", generator=generator)
     ws = [torch.randn(1024, 1024, device="cuda", generator=generator) / 32 for _ in range(32)]
     with torch.cuda.stream(streams[0]):
@@ -48,7 +62,7 @@ if mode in ("full", "graphs", "saver"):
     pool = torch.cuda.graph_pool_handle()  # one for all: with a pool of its own each graph takes 160 MiB
     for i in range(64):
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with capture(graph, pool=pool):
             y = x
             for k in range(100):  # 200 nodes; the driver takes about 0.4 MiB for each
                 y = torch.relu(y @ ws[(i + k) % 32])
@@ -88,10 +102,27 @@ def check() -> dict[str, object]:
     return {"pid": os.getpid(), "sum": total, "replay": replay}
 
 
+def lines() -> Iterator[str]:
+    """What it is asked; while it waits it is at its safe point, where it has an agent."""
+    if mode == "pool":
+        gpuckpt.agent.install()
+    while True:
+        while mode == "pool" and not select.select([sys.stdin], [], [], 0.005)[0]:
+            gpuckpt.agent.checkpoint_here()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
+
+
 print(json.dumps(check()), flush=True)
-for line in sys.stdin:
+for line in lines():
     match line.split():
         case ["check"]:
+            print(json.dumps(check()), flush=True)
+        case ["step"]:
+            for t in chunks:
+                t.add_(1)
             print(json.dumps(check()), flush=True)
         case ["busy", n]:
             for _ in range(int(n)):
