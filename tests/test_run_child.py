@@ -411,8 +411,9 @@ def test_children_that_were_left_are_ended_and_orphans_reaped(stage: Stage) -> N
 
 
 def test_two_runs_of_one_parent_are_not_one_group(stage: Stage) -> None:
-    """Each run is a tree of its own, whoever started it."""
+    """Each run is a tree of its own, whoever started it, and in one container too."""
     one, two = stage.run(name="one").awake(), stage.run(name="two").awake()
+    stage.machine.lay({f"proc/{pid}/cgroup": "0::/pod/a\n" for pid in (*one.tree, *two.tree)})
     assert stage.gpuckpt("suspend", "one").code == 0
     assert two.complete(id=1).status == 200
     assert one.complete(id=1).status == 200

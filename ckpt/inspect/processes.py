@@ -167,12 +167,14 @@ def relatives(pid: int, procs: dict[int, Proc], root: Path = ROOT) -> dict[int, 
     """Every process that shares the tree, session, cgroup or a non-init ancestor with *pid*, and which of these it is.
 
     Pid 1 started them all. Login infrastructure and a person's interactive shell do not count as common ancestors: a shell's jobs are
-    told apart by their process groups. Among these a CUDA import is possible, and nothing shows it from outside.
+    told apart by their process groups. Two runs have nothing in common, though one container holds both. Among these a CUDA import is
+    possible, and nothing shows it from outside.
     """
     if pid not in procs:
         return {}
     roots: dict[int, int] = {}
     top, job, group = _root(pid, procs, roots), _job(procs[pid], procs), cgroup(pid, root)
+    run = procs[top].comm == KEEPER
     found = {}
     for other, proc in procs.items():
         if other == pid or proc.kernel:
@@ -180,11 +182,12 @@ def relatives(pid: int, procs: dict[int, Proc], root: Path = ROOT) -> dict[int, 
         if other == 1:
             found[other] = "process tree"  # of a container, it may well be the program itself
             continue
-        if _root(other, procs, roots) == top:
+        above = _root(other, procs, roots)
+        if above == top:
             found[other] = "process tree"
         elif _job(proc, procs) == job:
             found[other] = "session"
-        elif group and cgroup(other, root) == group:
+        elif group and not (run and procs[above].comm == KEEPER) and cgroup(other, root) == group:
             found[other] = "cgroup"
     return found
 
