@@ -1,7 +1,7 @@
 """`vllm serve --enable-sleep-mode` with GPUCKPT_AGENT=1, suspended by its pid: weights and KV cache by vLLM's allocator, then the driver;
 and by the driver alone, in turn. usage: vllm_sleep.py MODEL [N] [pool] [-- VLLM ARGS]
 
-N suspends with each method (3). ``pool``: with gpuckpt.pool in the place of vLLM's allocator. Ends after LIMIT_S (235) seconds in any case, and with it all that it started: a cycle that would not fit
+N suspends with each method (3). ``pool``: with gpuckpt.pool in the place of vLLM's allocator. ``EXEC=1``: under `gpuckpt exec`, that is with the preload library. Ends after LIMIT_S (235) seconds in any case, and with it all that it started: a cycle that would not fit
 any more is left out, and that is noted. With GPUCKPT_SIMULATE it runs against tests/vllm_tree: that tries the script, and nothing else.
 """
 
@@ -48,7 +48,8 @@ for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
 watchdog = threading.Timer(LIMIT_S, lambda: (print(f"FAIL after {LIMIT_S:g} s: the script's own limit", flush=True), end()))
 watchdog.daemon = True
 watchdog.start()
-r = Results("vllm_sleep_pool" if pooled else "vllm_sleep")
+under_exec = bool(os.environ.get("EXEC"))
+r = Results("vllm_sleep" + "_pool" * pooled + "_exec" * under_exec)
 
 
 def left_s() -> float:
@@ -148,6 +149,8 @@ command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "-
 command += ["--served-model-name", "m", "--max-model-len", "4096", "--enable-sleep-mode", *extra]
 # The dev endpoints are for the script: to compare like with like, and to put the server to sleep by its own call.
 environ = {**os.environ, "GPUCKPT_AGENT": "1", "VLLM_SERVER_DEV_MODE": "1", "GPUCKPT_POOL": "1" if pooled else ""}
+if under_exec:
+    command = ["gpuckpt", "exec", "--", *command]
 if SIMULATED:
     command = [sys.executable, "-m", "vllm.serve", "-tp", "1", "--port", str(PORT), "--enable-sleep-mode"]
     environ |= {"PYTHONPATH": str(HERE.parent / "vllm_tree"), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
