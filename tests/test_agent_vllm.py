@@ -198,15 +198,6 @@ def test_data_parallel_engines_all_or_none(machine2: Machine) -> None:
     assert [server.ask(f"after-{i}", engine=i) for i in range(2)] == reference
 
 
-@pytest.mark.parametrize("options", [("-tp", "2"), ("-tp", "1", "-dp", "2")], ids=" ".join)
-def test_data_parallel_engines_that_step_together_are_refused(machine2: Machine, options: tuple[str, ...]) -> None:
-    server = serve(machine2, *options, FAKE_MOE_REPLICAS="2")
-    result = server.suspend()
-    assert result.code == 6
-    assert "2 data-parallel engines" in result.error["message"]
-    assert server.ask("a") == server.ask("b")
-
-
 def test_one_gpu_has_nothing_to_suspend_but_itself(machine: Machine) -> None:
     server = serve(machine, "-tp", "1")
     reference = server.ask("alone")

@@ -4,6 +4,7 @@ A worker takes its work from its engine, so it cannot stand still alone: the oth
 to quiesce it rings at the engine (:mod:`gpuckpt.agent.bell`). Once all have rung the engine sends them :func:`stand` by its own
 ``collective_rpc``: it comes to every worker between the same two steps, and runs on the worker's own loop and device. Until it returns
 the engine schedules nothing. Requests in flight wait where they are, with what they have in the KV cache; new ones wait in its input queue.
+Engines that step together agree on the step first (:mod:`gpuckpt.agent.vllm_together`).
 
 With ``--enable-sleep-mode`` what vLLM's own allocator holds leaves the GPU while the workers stand (:mod:`gpuckpt.agent.vllm_memory`).
 The engine forgets beforehand what is in the KV cache, if it will be dropped: whether it will, each worker has heard with its quiesce.
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gpuckpt.agent.bell import Bell, Ring
     from gpuckpt.agent.communicators import Communicators
     from gpuckpt.agent.vllm_memory import SleepMode
+    from gpuckpt.agent.vllm_together import Together
 
 VARIABLE = "GPUCKPT_AGENT"
 SAFE_POINT = "between two steps of its engine"
@@ -36,6 +38,7 @@ _loaded = False
 _bell: Bell | None = None
 _ring: Ring | None = None
 _memory: SleepMode | None = None
+_together: Together | None = None
 
 
 def plugin() -> None:
@@ -82,7 +85,7 @@ def _hook_engine(core: Any) -> None:
     def handled(engine: Any, request_type: Any, request: Any) -> None:
         handle(engine, request_type, request)
         if request_type is wakeup:
-            hold(engine)
+            _together.come() if _together else hold(engine)
 
     setattr(handled, VARIABLE, True)
     for each in (cls, *cls.__subclasses__()):  # that of data-parallel engines has a loop of its own
@@ -120,17 +123,24 @@ def _hook_worker(executor: Any) -> None:
 
 def _listen(engine: Any, wakeup: Any) -> None:
     """Begin to hear the workers of *engine*; one that has its GPU itself is its own worker."""
-    global _bell  # noqa: PLW0603 - one a process, as it has one engine
+    global _bell, _together  # noqa: PLW0603 - one a process, as it has one engine
     from gpuckpt.agent.bell import Bell
+    from gpuckpt.agent.vllm_together import Together, steps_together
 
     workers = getattr(engine.model_executor, "workers", None)
-    made = Bell(1 if workers is None else len(workers), lambda: engine.input_queue.put_nowait((wakeup, None)))
+    bell = Bell(1 if workers is None else len(workers), lambda: engine.input_queue.put_nowait((wakeup, None)))
+    together = Together(engine, bell, hold) if steps_together(engine) else None
+    problem = together.problem() if together else ""
     try:
-        made.start()
+        if not problem:
+            bell.start()
+            _bell, _together = bell, together
     except OSError as e:
-        log.warning("gpuckpt cannot hold this engine, which cannot be suspended on several GPUs: %s", e)
-        return
-    _bell = made
+        problem = str(e)
+    if problem:
+        log.warning("gpuckpt cannot hold this engine, which cannot be suspended on several GPUs: %s", problem)
+    elif together:
+        together.install()
     if workers is None:
         _install(os.getpid(), getattr(engine.model_executor, "driver_worker", engine))
 
@@ -162,14 +172,13 @@ def _forget_cache(engine: Any) -> bool:
 
 def _install(engine_pid: int, worker: Any) -> None:
     global _ring, _memory
-    from gpuckpt.agent import install, vllm_memory
+    from gpuckpt.agent import install, vllm_memory, vllm_together
     from gpuckpt.agent.bell import Ring
 
     _ring, _memory = Ring(engine_pid), vllm_memory.of(worker)
-    config = getattr(worker, "vllm_config", None)
-    replicas = getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1)
+    config = getattr(getattr(worker, "vllm_config", None), "parallel_config", None)
     try:
-        install(Worker(communicators(), _ring, replicas), summon=_ring, safe_point=SAFE_POINT, memory=_memory)
+        install(Worker(communicators(), _ring, vllm_together.refusals(config)), summon=_ring, safe_point=SAFE_POINT, memory=_memory)
     except OSError as e:
         log.warning("gpuckpt's agent cannot listen in this process, which cannot be suspended on several GPUs: %s", e)
 
@@ -197,17 +206,15 @@ def stand(_: Any, called: dict[int, int], forgotten: bool) -> None:
 class Worker:
     """The communicators of a worker, which cannot stand still without its engine."""
 
-    def __init__(self, inner: Communicators, ring: Ring, replicas: int) -> None:
-        self.inner, self.ring, self.replicas = inner, ring, replicas
+    def __init__(self, inner: Communicators, ring: Ring, refusals: list[str]) -> None:
+        self.inner, self.ring, self.refusals = inner, ring, refusals
         self.synchronise, self.suspend, self.resume = inner.synchronise, inner.suspend, inner.resume
 
     def describe(self) -> list[dict[str, Any]]:
         return self.inner.describe()
 
     def hazards(self) -> list[str]:
-        if not self.ring.visit and self.replicas > 1:
-            return [f"it belongs to {self.replicas} data-parallel engines that step together, which gpuckpt cannot hold yet"]
         if not self.ring.visit and not self.ring.heard():
-            cure = 'start vLLM after: eval "$(gpuckpt env --vllm)"'
+            cure = 'start vLLM after: eval "$(gpuckpt env --vllm)"; where it says there that gpuckpt cannot hold this engine, it says why'
             return [f"its engine (pid {self.ring.engine_pid}) is still starting, or has no agent to hold it between two steps ({cure})"]
-        return self.inner.hazards()
+        return [*self.refusals, *self.inner.hazards()]

@@ -16,30 +16,67 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.plugins import load_general_plugins
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.coordinator import DPCoordinator
 
-UTILITIES = ("sleep", "wake_up", "reset_prefix_cache")
+UTILITIES = ("sleep", "wake_up", "reset_prefix_cache", "pause_scheduler", "resume_scheduler")
 
 
-def answer(answers: Any, wanted: dict[str, int]) -> None:
-    tokens: dict[str, list[int]] = {}
-    while True:
-        said = answers.get()
-        got = tokens.setdefault(said["request"], [])
-        got.append(said["token"])
-        if len(got) == 1:
-            print(json.dumps({"begun": said["request"]}), flush=True)
-        if len(got) == wanted[said["request"]]:
-            print(json.dumps({"done": said["request"], "tokens": got}), flush=True)
+class Engines:
+    """What the front sends to its engines; those that step together have a coordinator, which it tells of a request while they stand."""
+
+    def __init__(self, requests: list[Any], inbox: Any) -> None:
+        self.requests, self.coordinator = requests, None
+        if inbox is not None:
+            self.coordinator = DPCoordinator(inbox, requests)
+            threading.Thread(target=self.coordinator.process_input_socket, daemon=True).start()
+
+    def add(self, name: str, n: int, engine: int = 0) -> None:
+        wave, running = (self.coordinator.current_wave, self.coordinator.engines_running) if self.coordinator else (0, True)
+        self.requests[engine].put((EngineCoreRequestType.ADD, ((name, n), wave)))
+        if self.coordinator and not running:
+            self.coordinator.inbox.put((None, (engine, wave)))
+
+    def call_utility(self, name: str) -> int:
+        """Ask all of them; returns how many will answer."""
+        for requests in self.requests:
+            requests.put((EngineCoreRequestType.UTILITY, name))
+        return len(self.requests)
+
+
+class Answers:
+    """Prints when a request has begun, and its tokens when it has as many as were wanted."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, int] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.lock = threading.Lock()
+
+    def ask(self, name: str, n: int) -> None:
+        with self.lock:
+            self.wanted[name], self.tokens[name] = n, []
+
+    def read(self, answers: Any) -> None:
+        while True:
+            said = answers.get()
+            with self.lock:
+                got = self.tokens[said["request"]]
+                got.append(said["token"])
+                if len(got) == 1:
+                    print(json.dumps({"begun": said["request"]}), flush=True)
+                if len(got) == self.wanted[said["request"]]:
+                    print(json.dumps({"done": said["request"], "tokens": got}), flush=True)
 
 
 class Front:
     """HTTP: each prompt is a request to the engine."""
 
-    def __init__(self, requests: Any, answers: Any, port: int) -> None:
-        self.requests, self.answers, self.begun = requests, answers, 0
+    def __init__(self, engines: Engines, answers: list[Any], port: int) -> None:
+        self.engines, self.begun = engines, 0
         self.got: dict[str, list[int]] = {}
         self.changed = threading.Condition()
-        threading.Thread(target=self.read, daemon=True).start()
+        for one in answers:
+            threading.Thread(target=self.read, args=(one,), daemon=True).start()
         front = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -48,12 +85,12 @@ class Front:
 
             def do_POST(self) -> None:
                 if (utility := self.path.strip("/").partition("?")[0]) in UTILITIES:
-                    front.complete([], 1, utility)
+                    front.complete([], len(front.engines.requests), utility=utility)
                     self.send({})
                     return
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 prompts = asked["prompt"] if isinstance(asked["prompt"][0], list) else [asked["prompt"]]
-                tokens = front.complete(prompts, asked["max_tokens"])
+                tokens = front.complete(prompts, asked["max_tokens"], int(self.headers.get("X-data-parallel-rank", 0)))
                 choices = [{"text": str(t), "logprobs": {"token_logprobs": [x / 2**32 for x in t]}} for t in tokens]
                 self.send({"choices": choices, "usage": {"completion_tokens": sum(map(len, tokens))}})
 
@@ -66,20 +103,22 @@ class Front:
 
         ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
-    def read(self) -> None:
+    def read(self, answers: Any) -> None:
         while True:
-            said = self.answers.get()
+            said = answers.get()
             with self.changed:
                 self.got[said["request"]].append(said["token"])
                 self.changed.notify_all()
 
-    def complete(self, prompts: list[list[int]], n: int, utility: str = "") -> list[list[int]]:
+    def complete(self, prompts: list[list[int]], n: int, engine: int = 0, utility: str = "") -> list[list[int]]:
         with self.changed:
             self.begun += 1
             names = [utility] if utility else [f"{self.begun}-{i}" for i in range(len(prompts))]
             self.got.update({name: [] for name in names})
-        for name in names:
-            self.requests.put(name if utility else (name, n))
+        if utility:
+            self.engines.call_utility(utility)
+        for name in [] if utility else names:
+            self.engines.add(name, n, engine)
         with self.changed:
             self.changed.wait_for(lambda: all(len(self.got[name]) == n for name in names))
         return [self.got[name] for name in names]
@@ -92,37 +131,50 @@ def main() -> None:
     parser.add_argument("-dp", type=int, default=1)
     parser.add_argument("--enable-sleep-mode", action="store_true")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--enable-expert-parallel", action="store_true", help="the model is a mixture of experts")
+    parser.add_argument("--enable-eplb", action="store_true")
+    parser.add_argument("--enable-elastic-ep", action="store_true")
     options = parser.parse_args()
     load_general_plugins()
-    from vllm.v1.engine.core import start
+    from vllm.v1.engine.core import start, start_together
 
     context = multiprocessing.get_context(os.environ["VLLM_WORKER_MULTIPROC_METHOD"])
-    replicas = int(os.environ.get("FAKE_MOE_REPLICAS", "1"))
+    together = options.enable_expert_parallel and options.dp > 1
     shared = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_size=replicas),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=options.dp if together else 1,
+            enable_elastic_ep=options.enable_elastic_ep,
+            enable_eplb=options.enable_eplb,
+            eplb_config=SimpleNamespace(use_async=True),
+        ),
         model_config=SimpleNamespace(enable_sleep_mode=options.enable_sleep_mode, sleep_mode_backend="cumem"),
         cache_config=SimpleNamespace(cache_dtype=options.kv_cache_dtype),
         kv_transfer_config=None,
     )
-    engines = [start(context, {"tp": options.tp, "first_gpu": i * options.tp, "object": shared}) for i in range(options.dp)]
-    ready = [answers.get(timeout=30) for _, _, answers in engines]
+    config = {"tp": options.tp, "object": shared, "coordinated": "offline" not in os.environ.get("FAKE_ENGINES", "")}
+    if together:
+        started, shared_by_all = start_together(context, options.dp, config)
+    else:
+        started, inbox = [start(context, {**config, "first_gpu": i * options.tp}) for i in range(options.dp)], {"coordinator": None}
+    ready = [answers.get(timeout=30) for _, _, answers in started]
+    engines = Engines([requests for _, requests, _ in started], shared_by_all["coordinator"])
     if options.port:
-        Front(*engines[0][1:], options.port)
-    wanted: dict[str, int] = {}
-    for _, _, answers in engines:
-        threading.Thread(target=answer, args=(answers, wanted), daemon=True).start()
+        Front(engines, [answers for _, _, answers in started], options.port)
+    asked = Answers()
+    for _, _, answers in started:
+        threading.Thread(target=asked.read, args=(answers,), daemon=True).start()
     children = [e["engine"] for e in ready], [p for e in ready for p in e["workers"]]
     print(json.dumps({"ready": True, "pid": os.getpid(), "sum": "", "forked": children[0], "children": children[1]}), flush=True)
     for line in sys.stdin:
         command, *words = line.split()
         if command in UTILITIES:
-            wanted[command] = 1
-            engines[0][1].put(command)
+            asked.ask(command, len(started))
+            engines.call_utility(command)
             continue
         name, n, *engine = words
-        wanted[name] = int(n)
-        engines[int(engine[0]) if engine else 0][1].put((name, int(n)))
-    for process, _, _ in engines:
+        asked.ask(name, int(n))
+        engines.add(name, int(n), int(engine[0]) if engine else 0)
+    for process, _, _ in started:
         process.kill()
     os._exit(0)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import gpuckpt.agent.vllm
 from gpuckpt.driver.simtarget import _nccl_socket
-from gpuckpt.driver.simulated_comms import SimulatedCommunicator
+from gpuckpt.driver.simulated_comms import SimulatedCommunicator, SimulatedCommunicators
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 from vllm import device_allocator
 from vllm.device_allocator import cumem
@@ -46,11 +46,11 @@ class Worker:
         self.world = SimulatedWorldDir(os.environ["GPUCKPT_SIMULATE"])
         uuids = {g.index: uuid for uuid, g in self.world.peek().rules.gpus.items()}
         self.world.register(os.getpid(), {uuids[vllm_config["first_gpu"] + rank]: 2 * GIB})
-        if barrier is None:
-            made: Any = Alone(self)
-        else:
-            self.socket = _nccl_socket(rank)
-            made = SimulatedCommunicator(self.world, os.getpid(), f"vllm:tp:{vllm_config['first_gpu']}", rank, vllm_config["tp"])
+        tp, dp, dp_rank = vllm_config["tp"], vllm_config["dp"], vllm_config["dp_rank"]
+        groups = [(f"vllm:tp:{vllm_config['first_gpu']}", rank, tp), (f"vllm:dp:{rank}", dp_rank, dp), ("vllm:ep", dp_rank * tp + rank, dp * tp)]
+        several = [SimulatedCommunicator(self.world, os.getpid(), *g) for g in (groups if dp > 1 else groups[:1]) if g[2] > 1]
+        self.sockets = [_nccl_socket(c.rank) for c in several]
+        made = SimulatedCommunicators(several) if several else Alone(self)
         gpuckpt.agent.vllm.communicators = lambda: made
         self.engine = os.getppid()
         self.model_runner = self
@@ -84,14 +84,22 @@ class Worker:
         gate = self.world.path / "stuck"
         return gate.exists() and gate.read_text() == str(os.getpid()) and os.getppid() == self.engine
 
-    def execute_model(self, scheduler_output: dict[str, tuple[int, bool]]) -> dict[str, int]:
+    def forward(self) -> bytes:
+        """Every rank's pass through the model: a rank that does not come leaves the others waiting."""
         with self.world.cuda_call(os.getpid()) as contents:
             seen = b"".join(path.read_bytes() for path in contents)
         time.sleep(self.step_s)
         while self.stuck():
             time.sleep(0.01)
         if self.barrier is not None:
-            self.barrier.wait(30)  # the all-reduce: a rank that does not come leaves the others waiting
+            self.barrier.wait(30)
+        return seen
+
+    def execute_dummy_batch(self) -> None:
+        self.forward()
+
+    def execute_model(self, scheduler_output: dict[str, tuple[int, bool]]) -> dict[str, int]:
+        seen = self.forward()
         tokens = {}
         for request, (n, prefills) in scheduler_output.items():
             tokens[request] = int.from_bytes(hashlib.sha256(seen + self.attend(prefills) + b"%d" % n).digest()[:4])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 
 class EngineCoreRequestType(enum.Enum):
@@ -10,3 +11,9 @@ class EngineCoreRequestType(enum.Enum):
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     WAKEUP = b"\x05"
+
+
+@dataclass
+class EngineCoreOutputs:
+    wave_complete: int | None = None
+    start_wave: int | None = None

@@ -55,7 +55,7 @@ class MultiprocExecutor:
         context = multiprocessing.get_context(os.environ["VLLM_WORKER_MULTIPROC_METHOD"])
         self.is_failed = False
         self.workers: list[WorkerProcHandle] = []
-        barrier = context.Barrier(vllm_config["tp"])
+        barrier = vllm_config["barrier"] or context.Barrier(vllm_config["tp"])
         for rank in range(vllm_config["tp"]):
             rpc, rpc_end = context.Pipe()
             response, response_end = context.Pipe()

@@ -12,7 +12,7 @@ from vllm.v1.worker import Worker
 
 class UniProcExecutor:
     def __init__(self, vllm_config: dict[str, Any]) -> None:
-        self.driver_worker = Worker(vllm_config, 0, None)
+        self.driver_worker = Worker(vllm_config, 0, vllm_config["barrier"])
 
     def collective_rpc(
         self,
