@@ -207,9 +207,9 @@ class Walk:
             world.wait(waiting, min(limit, world.now() + 0.25) if self._watch else limit)
             self._seconds |= {c.process.pid: round(world.now() - begun, 4) for c in waiting if c.outcome is not None}
             self.say(phase.call)
-        dropped = [p for p, c in calls.items() if c.outcome is not None and c.outcome.result == "agent:DROPPED"]
-        # those that were not ready are why the others are not done, and those that ended are why others wait
-        order = sorted(calls, key=lambda p: (p in dropped, calls[p].outcome is None))
+        results = {p: c.outcome.result if c.outcome is not None else "" for p, c in calls.items()}
+        # those that were not ready are why the others are not done, and those that ended are why others wait, or do not come
+        order = sorted(calls, key=lambda p: (results[p] == "agent:DROPPED", not results[p], results[p] == "agent:NOT_READY"))
         return not_made + [f for process in order if (f := self._result(phase.call, process, calls[process], limit, gpu_map))]
 
     def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float, gpu_map: Mapping[str, str]) -> Failure | None:

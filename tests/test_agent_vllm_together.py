@@ -2,34 +2,256 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import runpy
 import signal
-from typing import TYPE_CHECKING
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from gpuckpt.agent import vllm_together
 from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, State
 from tests.conftest import eventually
-from tests.test_agent_vllm import serve
+from tests.test_agent_vllm import TREE, serve
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpuckpt.agent.client import AgentPending
     from tests.conftest import Machine
     from tests.test_agent_vllm import Server
 
 TOGETHER = ("-tp", "1", "-dp", "2", "--enable-expert-parallel")
 
 
-def test_idle_engines_and_back(machine2: Machine) -> None:
-    server = serve(machine2, *TOGETHER, method="spawn")
-    reference = [server.ask(f"first-{i}", engine=i) for i in range(2)]
-    for cycle in range(2):
-        down = server.suspend()
-        assert down.code == 0, down
-        assert down.states == dict.fromkeys(server.workers, "suspended")
-        assert [machine2.used(0), machine2.used(1)] == [0, 0]
-        waiting = [server.send(f"while-suspended-{cycle}-{i}", engine=i) for i in range(2)]
+def quiesce(controller: Agents, pid: int, seconds: float = 20.0) -> AgentPending:
+    """Ask one agent alone, as no command does."""
+    process = processes.read(pid)
+    assert process is not None
+    return controller.start(Call.QUIESCE, [process.id], "one by one", seconds)[process.id]
+
+
+@pytest.fixture
+def controller() -> Iterator[Agents]:
+    made = Agents()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def onlooker() -> Iterator[Agents]:
+    made = Agents()
+    yield made
+    made.close()
+
+
+def stage(onlooker: Agents, pid: int) -> State:
+    process = processes.read(pid)
+    assert process is not None
+    hello = onlooker.hello(process.id)
+    assert hello is not None
+    return hello.stage
+
+
+def result(pending: AgentPending) -> str:
+    if pending.outcome is None:
+        answer = pending.link.wait_for_answer(time.monotonic() + 20, pending.number)
+        assert answer is not None, "the agent does not answer"
+        return str(answer["result"])
+    return pending.outcome.result
+
+
+def all_answer(server: Server, name: str, reference: list[list[int]]) -> None:
+    """One after the other: each wakes the engines anew."""
+    assert [server.ask(f"{name}-{i}", len(reference[i]), engine=i) for i in range(len(reference))] == reference
+
+
+def references(server: Server, tokens: int = 8) -> list[list[int]]:
+    return [server.ask(f"reference-{i}", tokens, engine=i) for i in range(2)]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_idle_engines_and_back(machine2: Machine, method: str) -> None:
+    """Case 44: an answer for all of them; requests that come meanwhile wait, on each engine."""
+    server = serve(machine2, *TOGETHER, method=method)
+    reference = references(server)
+    down = server.suspend()
+    assert down.code == 0, down
+    assert down.states == dict.fromkeys(server.workers, "suspended")
+    assert [machine2.used(0), machine2.used(1)] == [0, 0]
+    waiting = [server.send(f"meanwhile-{i}", engine=i) for i in range(2)]
+    assert server.resume().code == 0
+    assert [server.tokens(name) for name in waiting] == reference
+    all_answer(server, "after", reference)
+
+
+def test_a_wave_under_way_stands_and_goes_on(machine2: Machine) -> None:
+    server = serve(machine2, *TOGETHER, FAKE_STEP_S="0.001")
+    reference = references(server, 150)
+    for cycle, busy in enumerate([(0,), (0, 1)]):
+        names = [server.send(f"r{cycle}-{i}", 150, engine=i) for i in busy]
+        server.until_begun(names[-1])
+        assert server.suspend().code == 0
+        assert not server.done.keys() & set(names)
         assert server.resume().code == 0
-        assert [server.tokens(name) for name in waiting] == reference
-        assert [server.ask(f"after-{cycle}-{i}", engine=i) for i in range(2)] == reference
+        assert [server.tokens(name) for name in names] == [reference[i] for i in busy]
+    all_answer(server, "after", reference)
+
+
+def test_engines_of_two_workers_each(machine4: Machine) -> None:
+    server = serve(machine4, "-tp", "2", "-dp", "2", "--enable-expert-parallel")
+    reference = references(server)
+    down = server.suspend()
+    assert down.code == 0, down
+    assert [machine4.used(i) for i in range(4)] == [0] * 4
+    waiting = server.send("meanwhile", engine=1)
+    assert server.resume().code == 0
+    assert server.tokens(waiting) == reference[1]
+    all_answer(server, "after", reference)
+
+
+def test_one_that_waits_for_the_others_steps_along_and_serves(machine2: Machine, controller: Agents, onlooker: Agents) -> None:
+    """The window between the first that is asked and the last: requests come to both, and nobody waits for somebody who stands."""
+    server = serve(machine2, *TOGETHER)
+    reference = references(server)
+    first, second = server.workers
+    waiting = quiesce(controller, first)
+    all_answer(server, "in-the-window", reference)
+    assert stage(onlooker, first) is State.RUNNING
+    assert [result(p) for p in (quiesce(controller, second), waiting)] == ["SUCCESS", "SUCCESS"]
+    late = [server.send(f"late-{i}", engine=i) for i in range(2)]
+    assert [stage(onlooker, pid) for pid in server.workers] == [State.QUIESCED] * 2
+    controller.close()  # as at the end of a controller
+    assert [server.tokens(name) for name in late] == reference
+
+
+@pytest.mark.parametrize("without", ["", "engine1"])
+def test_one_alone_never_stands(machine2: Machine, controller: Agents, without: str) -> None:
+    """The other is not asked, or has no agent that could be: it takes what the first says for work, and at the deadline all is as before."""
+    server = serve(machine2, *TOGETHER, method="spawn" if without else "fork", FAKE_NO_PLUGIN=without)
+    reference = references(server)
+    if without:
+        refused = server.suspend()
+        assert (refused.code, str(server.workers[1]) in refused.error["message"]) == (6, True), refused
+    waiting = quiesce(controller, server.workers[0], seconds=0.4)
+    all_answer(server, "meanwhile", reference)
+    assert result(waiting) == "NOT_READY"
+    all_answer(server, "after", reference)
+    if not without:
+        assert server.suspend().code == 0
+        assert server.resume().code == 0
+        all_answer(server, "again", reference)
+
+
+def test_a_controller_that_dies_in_the_quiesce(machine2: Machine) -> None:
+    server = serve(machine2, *TOGETHER)
+    reference = references(server)
+    stuck = machine2.world.path / "stuck"
+    stuck.write_text(str(server.workers[1]))
+    name = server.send("slow", engine=0)
+    command = machine2.begin("suspend", server.pid)
+    eventually(lambda: _asked(machine2, server.workers), "both are asked")
+    command.process.kill()
+    command.end()
+    stuck.unlink()
+    assert server.tokens(name) == reference[0]
+    assert machine2.gpuckpt("recover").code == 0
+    assert server.suspend().code == 0
+    assert server.resume().code == 0
+    all_answer(server, "after", reference)
+
+
+def test_an_engine_that_dies_in_the_quiesce(machine2: Machine) -> None:
+    server = serve(machine2, *TOGETHER)
+    references(server)
+    first, second = server.workers
+    (machine2.world.path / "stuck").write_text(str(second))
+    server.send("slow", engine=0)
+    command = machine2.begin("suspend", server.pid, "--timeout", "1s")
+    eventually(lambda: _asked(machine2, [first, second]), "both are asked")
+    os.kill(second, signal.SIGKILL)
+    ended = command.end()
+    assert ended.code == 1, ended
+    assert str(second) in ended.error["message"]
+    assert machine2.world.peek().rules.processes[first].state is State.RUNNING
+    assert machine2.records() == []
+
+
+def test_engines_that_their_own_call_has_paused(machine2: Machine, controller: Agents) -> None:
+    """They take no step, so none is waited for. And a pause that comes while one of them waits for the other waits for it, too."""
+    server = serve(machine2, *TOGETHER)
+    reference = references(server)
+    server.ask_of_the_engine("pause_scheduler")
+    held = [server.send(f"held-{i}", engine=i) for i in range(2)]
+    assert server.suspend().code == 0
+    assert server.resume().code == 0
+    assert not server.done.keys() & set(held)
+    server.ask_of_the_engine("resume_scheduler")
+    assert [server.tokens(name) for name in held] == reference
+    waiting = quiesce(controller, server.workers[0], seconds=0.4)
+    server.ask_of_the_engine("pause_scheduler")
+    assert result(waiting) == "NOT_READY"
+    server.ask_of_the_engine("resume_scheduler")
+    all_answer(server, "after", reference)
+
+
+def test_engines_without_a_coordinator_are_refused(machine2: Machine) -> None:
+    """Of them nobody can be woken."""
+    server = serve(machine2, *TOGETHER, FAKE_ENGINES="offline")
+    refused = server.suspend()
+    assert (refused.code, refused.error["code"]) == (6, "possible-import")
+    assert "where it says there that gpuckpt cannot hold this engine, it says why" in refused.error["message"]
+
+
+@pytest.mark.parametrize("option", ["--enable-elastic-ep", "--enable-eplb"])
+def test_what_no_engine_could_hold_is_refused(machine2: Machine, option: str) -> None:
+    server = serve(machine2, *TOGETHER, option)
+    refused = server.suspend()
+    assert (refused.code, refused.error["code"]) == (6, "possible-import")
+    assert option.removeprefix("--enable-") in refused.error["message"]
+
+
+Engine = tuple[bool, bool, bool]  # whether it has work, is to pause, and its workers have rung
+
+
+def test_the_sum_is_vllms_own_but_for_who_has_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every state of three engines: they learn the same, with gpuckpt or without it, and all are held when all have rung."""
+    module = SimpleNamespace(**runpy.run_path(str(TREE / "vllm/config/parallel.py")))
+    monkeypatch.setitem(sys.modules, vllm_together.PARALLEL, module)  # type: ignore[arg-type]  # what is asked of it
+    group, own = SimpleNamespace(size=lambda: 3), module.ParallelConfig.sync_dp_state
+    held: list[object] = []
+
+    def ours(rung: bool) -> Any:
+        bell = SimpleNamespace(all_rung=lambda: {1: 1} if rung else None)
+        return vllm_together.Together(None, cast("Any", bell), held.append).sync
+
+    def learn(engines: tuple[Engine, ...], functions: list[Any]) -> list[tuple[bool, bool]]:
+        said: list[list[int]] = []
+        module.torch.distributed.all_reduce = lambda tensor, **_: said.append(list(tensor))
+        for f, (work, pause, _) in zip(functions, engines, strict=True):
+            f(group, has_unfinished=work, pending_pause=pause)
+        total = [sum(column) for column in zip(*said, strict=True)]
+        held.clear()
+        module.torch.distributed.all_reduce = lambda tensor, **_: tensor.__setitem__(slice(None), total)
+        return [f(group, has_unfinished=work, pending_pause=pause) for f, (work, pause, _) in zip(functions, engines, strict=True)]
+
+    for engines in itertools.product(itertools.product([False, True], repeat=3), repeat=3):
+        rung = [r for _, _, r in engines]
+        (plain,) = set(learn(engines, [own] * 3))
+        (learnt,) = set(learn(engines, [ours(r) for r in rung]))
+        assert len(held) == (3 if all(rung) else 0)
+        assert learnt == (plain if all(rung) else (plain[0] or any(rung), plain[1]))
+        assert set(learn(engines, [ours(True) if r else own for r in rung])) == {learnt}  # those that have not rung may have no gpuckpt
+
+
+def _asked(machine: Machine, workers: list[int]) -> bool:
+    """Whether a command has asked all to quiesce: they ring, beside the engine's own end of the bell. Before that it only looks."""
+    ends = Path("/proc/net/unix").read_text()
+    return machine.records() != [] and all(ends.count(f"@gpuckpt-engine-{pid}-") > 1 for pid in workers)

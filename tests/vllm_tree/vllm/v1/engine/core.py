@@ -125,7 +125,7 @@ class EngineCoreProc(EngineCore):
     @staticmethod
     def run_engine_core(*args: Any, **kwargs: Any) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the front, as long as a test runs
-        if "engine" in os.environ.get("FAKE_NO_PLUGIN", ""):
+        if {"engine", f"engine{args[0]['dp_rank']}"} & {os.environ.get("FAKE_NO_PLUGIN")}:
             vllm.plugins.plugins_loaded = True
         together = args[0]["dp"] > 1
         engine_core = (DPEngineCoreProc if together else EngineCoreProc)(*args, **kwargs)
