@@ -96,6 +96,9 @@ def test_the_stand_in_has_what_is_relied_upon_in_vllm() -> None:
     """As ``tests/gpu/vllm_contract.py`` asks of the real one."""
     contract = runpy.run_path(str(TREE.parent / "gpu/vllm_contract.py"))
     assert [what for what, ok in contract["checks"](TREE / "vllm").items() if not ok] == []
+    together = contract["checks_of_together"](TREE / "vllm")
+    missing = ["its module has torch and ReduceOp", "enable_elastic_ep, enable_eplb, eplb_config.use_async"]  # doubles of its own
+    assert [what for what, ok in together.items() if not ok] == missing
 
 
 def test_a_server_of_two_workers_and_back(machine2: Machine) -> None:
@@ -339,5 +342,5 @@ def test_plugins_that_leave_ours_out_are_warned_of(machine: Machine) -> None:
 
 def _waits(meeting: Path) -> bool:
     """The last meeting of the communicator's ranks has one of them."""
-    places = sorted(meeting.iterdir(), key=lambda p: int(p.name.split("-")[1]))
+    places = sorted(meeting.glob("*"), key=lambda p: int(p.name.split("-")[1]))
     return bool(places) and len(list(places[-1].iterdir())) == 1

@@ -123,7 +123,7 @@ def _hook_worker(executor: Any) -> None:
 
 def _listen(engine: Any, wakeup: Any) -> None:
     """Begin to hear the workers of *engine*; one that has its GPU itself is its own worker."""
-    global _bell, _together  # noqa: PLW0603 - one a process, as it has one engine
+    global _bell, _together
     from gpuckpt.agent.bell import Bell
     from gpuckpt.agent.vllm_together import Together, steps_together
 

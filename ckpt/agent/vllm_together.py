@@ -1,13 +1,13 @@
 """Data-parallel engines of a mixture-of-experts model, which step together: all stand still after the same step, or none does.
 
-Their workers meet in every forward pass, so while one engine has work all step, the others with an empty batch. Such a *wave* ends when nobody has
-work left: every 32 steps the engines add it up. In the same sum each says whether its workers have rung. It is the only thing that all engines
-learn at the same step; when all have rung all stand still there, whatever is in flight, and the wave goes on after it. As long as one has not,
-the wave goes on as if one had work. So an engine whose workers have rung serves its own requests and steps along with others until all have;
-one that nobody asks notices nothing; and a quiesce that is given up is no longer in the next sum.
+Their workers meet in every forward pass, so while one engine has work all step, the others with an empty batch. Such a *wave* ends when
+nobody has work left: every 32 steps the engines add it up. In the same sum each says whether its workers have rung. It is the only thing
+that all engines learn at the same step; when all have rung all stand still there, whatever is in flight, and the wave goes on after it. As
+long as one has not, the wave goes on as if somebody had work. So an engine whose workers have rung serves its requests and steps along with
+the others until all have; one that nobody asks notices nothing; and a quiesce that is given up is no longer in the next sum.
 
-An idle engine starts a wave, as one that received a request does, and the coordinator wakes the others. Engines that vLLM's own call has paused
-take no step until all of them resume, which they do together: each stands still by itself.
+An idle engine starts a wave, as one that received a request does, and the coordinator wakes the others. Engines that vLLM's own call has
+paused take no step until all of them resume, which they do together: each stands still by itself.
 
 What it relies on in vLLM (0.26), beside :mod:`gpuckpt.agent.vllm`: ``ParallelConfig.sync_dp_state`` is that sum, called in one place of
 ``DPEngineCoreProc``, and a number of unfinished requests above zero means work; ``start_wave`` reaches the coordinator by ``output_queue``.
@@ -55,7 +55,7 @@ class Together:
 
     def install(self) -> None:
         """Take part in the sum from now on."""
-        sys.modules[PARALLEL].ParallelConfig.sync_dp_state = staticmethod(self.sync)  # type: ignore[attr-defined]
+        sys.modules[PARALLEL].ParallelConfig.sync_dp_state = staticmethod(self.sync)
 
     def come(self) -> None:
         """Called when all workers have rung: see to it that a step comes at which the engines agree."""

@@ -42,6 +42,60 @@ def checks(root: Path) -> dict[str, bool]:
     }
 
 
+def checks_of_together(root: Path) -> dict[str, bool]:
+    """What gpuckpt.agent.vllm_together relies on, where data-parallel engines step together."""
+    core = _Source(root / "v1/engine/core.py")
+    coordinator = _Source(root / "v1/engine/coordinator.py")
+    parallel = _Source(root / "config/parallel.py")
+    summed, loop = parallel.body("ParallelConfig", "sync_dp_state"), core.body("DPEngineCoreProc", "run_busy_loop")
+    once = core.body("DPEngineCoreProc", "_has_global_unfinished_reqs")
+    request = core.body("DPEngineCoreProc", "_handle_client_request")
+    return {
+        "ParallelConfig.sync_dp_state(dp_group, has_unfinished, pending_pause)": parallel.parameters("ParallelConfig", "sync_dp_state")
+        == ["dp_group", "has_unfinished", "pending_pause"],
+        "it is one sum of two numbers": "[int(has_unfinished), int(pending_pause)], dtype=torch.int32" in summed
+        and "torch.distributed.all_reduce(tensor, op=ReduceOp.SUM, group=dp_group)" in summed
+        and summed.count("all_reduce(") == 1,
+        "any number above zero means work": "tensor[0].item() > 0 or pause_count % dp_size != 0" in summed and "pause_count == dp_size" in summed,
+        "its module has torch and ReduceOp": "import torch\n" in parallel.text and "ReduceOp" in parallel.text,
+        "an engine asks for it in one place, every 32 steps": core.text.count("sync_dp_state(") == 1
+        and "ParallelConfig.sync_dp_state(" in once
+        and "self.step_counter % 32 != 0" in once,
+        "each turn of the loop is one step, of a batch or of an empty one, and then the sum": loop.index("self._process_engine_step()")
+        < loop.index("self.execute_dummy_batch()")
+        < loop.index("self._has_global_unfinished_reqs(")
+        if all(words in loop for words in ("self._process_engine_step()", "self.execute_dummy_batch()", "self._has_global_unfinished_reqs("))
+        else False,
+        "only these engines have dp_group": core.text.count("self.dp_group, ") >= 1 and "dp_group" not in core.body("EngineCoreProc", "__init__"),
+        "an engine with engines_running has work": "self.engines_running" in core.body("EngineCoreProc", "has_work"),
+        "has_coordinator": "self.has_coordinator = " in core.body("EngineCoreProc", "__init__"),
+        "other requests than START_DP_WAVE go to EngineCoreProc": "super()._handle_client_request(request_type, request)" in request,
+        "START_DP_WAVE wakes an engine, unless it is paused": "self.engines_running = True" in request and "if self.ignore_start_dp_wave:" in request,
+        "an engine tells the coordinator that a wave starts": "(-1, EngineCoreOutputs(start_wave=self.current_wave))" in core.body("DPEngineCoreProc", "add_request"),
+        "the coordinator tells the other engines": "outputs.start_wave" in coordinator.text
+        and "self._send_start_wave(publish_back, wave, eng_index)" in coordinator.text,
+        "all engines are paused at one sum": core.text.count("self.ignore_start_dp_wave = True") == 1 and "self.ignore_start_dp_wave = True" in once,
+        "and resume together": "ParallelConfig.has_unfinished_dp(" in core.body("DPEngineCoreProc", "resume_scheduler"),
+        "enable_elastic_ep, enable_eplb, eplb_config.use_async": all(
+            words in parallel.text for words in ("enable_elastic_ep: bool", "enable_eplb: bool", "eplb_config: EPLBConfig", "use_async: bool")
+        ),
+    }
+
+
+def checks_of_experts(root: Path) -> dict[str, bool]:
+    """What gpuckpt.nccl relies on, where experts are spread over GPUs."""
+    cuda = _Source(root / "distributed/device_communicators/cuda_communicator.py")
+    all2all = _Source(root / "distributed/device_communicators/all2all.py")
+    state = _Source(root / "distributed/parallel_state.py")
+    return {
+        "the groups of data and expert parallelism are groups as any other": all(f"{name} = init_model_parallel_group(" in state.text for name in ("_DP", "_EP")),
+        "each of more than one rank has a PyNccl": "if self.world_size > 1:\n            self.pynccl_comm = PyNcclCommunicator(" in cuda.text,
+        "allgather_reducescatter goes through NCCL alone": '("naive", "allgather_reducescatter"):\n                from .all2all import AgRsAll2AllManager' in cuda.text
+        and "class AgRsAll2AllManager(" in all2all.text,
+        "device_communicator.all2all_manager": "self.all2all_manager = " in cuda.text,
+    }
+
+
 def checks_of_nccl(root: Path) -> dict[str, bool]:
     """What gpuckpt.nccl relies on."""
     pynccl = _Source(root / "distributed/device_communicators/pynccl.py")
@@ -140,7 +194,7 @@ if __name__ == "__main__":
     where = Path(sys.argv[1]) if len(sys.argv) > 1 else vllm_root()
     if where is None:
         raise SystemExit("vLLM is not installed")
-    seen = {**checks(where), **checks_of_nccl(where), **checks_of_sleep(where), **installed()}
+    seen = {**checks(where), **checks_of_nccl(where), **checks_of_sleep(where), **checks_of_together(where), **checks_of_experts(where), **installed()}
     for what, ok in seen.items():
         print("ok  " if ok else "FAIL", what)
     raise SystemExit(not all(seen.values()))

@@ -152,12 +152,13 @@ def main() -> None:
         kv_transfer_config=None,
     )
     config = {"tp": options.tp, "object": shared, "coordinated": "offline" not in os.environ.get("FAKE_ENGINES", "")}
+    kept: dict[str, Any] = {}
     if together:
-        started, shared_by_all = start_together(context, options.dp, config)
+        started, kept = start_together(context, options.dp, config)
     else:
-        started, inbox = [start(context, {**config, "first_gpu": i * options.tp}) for i in range(options.dp)], {"coordinator": None}
+        started = [start(context, {**config, "first_gpu": i * options.tp}) for i in range(options.dp)]
     ready = [answers.get(timeout=30) for _, _, answers in started]
-    engines = Engines([requests for _, requests, _ in started], shared_by_all["coordinator"])
+    engines = Engines([requests for _, requests, _ in started], kept.get("coordinator"))
     if options.port:
         Front(engines, [answers for _, _, answers in started], options.port)
     asked = Answers()

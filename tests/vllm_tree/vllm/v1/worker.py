@@ -47,7 +47,11 @@ class Worker:
         uuids = {g.index: uuid for uuid, g in self.world.peek().rules.gpus.items()}
         self.world.register(os.getpid(), {uuids[vllm_config["first_gpu"] + rank]: 2 * GIB})
         tp, dp, dp_rank = vllm_config["tp"], vllm_config["dp"], vllm_config["dp_rank"]
-        groups = [(f"vllm:tp:{vllm_config['first_gpu']}", rank, tp), (f"vllm:dp:{rank}", dp_rank, dp), ("vllm:ep", dp_rank * tp + rank, dp * tp)]
+        groups = [
+            (f"vllm:tp:{vllm_config['first_gpu']}", rank, tp),
+            (f"vllm:dp:{rank}", dp_rank, dp),
+            ("vllm:ep", dp_rank * tp + rank, dp * tp),
+        ]
         several = [SimulatedCommunicator(self.world, os.getpid(), *g) for g in (groups if dp > 1 else groups[:1]) if g[2] > 1]
         self.sockets = [_nccl_socket(c.rank) for c in several]
         made = SimulatedCommunicators(several) if several else Alone(self)

@@ -15,8 +15,8 @@ from functools import partial
 from typing import Any
 
 import vllm.plugins
-from vllm.plugins import load_general_plugins
 from vllm.config.parallel import ParallelConfig, ProcessGroup
+from vllm.plugins import load_general_plugins
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.executor import EXECUTORS
 
