@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lab import HERE, OUT, SIMULATED, Results
+from lab import FILLER, HERE, OUT, SIMULATED, Results, free_mib, used_mib
 
 _ANSWER = ("ready", "pid", "forked", "children")  # what of an answer tells nothing of the GPU's content
 
@@ -70,6 +70,47 @@ def kill(p: subprocess.Popen[Any]) -> None:
     except ProcessLookupError:
         pass  # a server that ended may have left workers, of which nothing is known by now
     p.kill()
+
+
+class Asking(threading.Thread):
+    """A request on its own; ``answer`` is what came, or the words of what went wrong."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self.ask, self.seconds = ask, 0.0
+        self.answer: Any = None
+        self.start()
+
+    def run(self) -> None:
+        begun = time.monotonic()
+        try:
+            self.answer = self.ask()
+        except Exception as e:  # noqa: BLE001 - whatever it is, it is the answer
+            self.answer = f"{type(e).__name__}: {e}"
+        self.seconds = round(time.monotonic() - begun, 2)
+
+
+def fill(gpus: tuple[int, ...], started: list[subprocess.Popen[Any]]) -> list[Any]:
+    """Another process on each GPU at once: MiB that it wrote, and MiB of the GPU; or what it said instead."""
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        p = subprocess.Popen([sys.executable, "-c", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        started.append(p)
+        return p
+
+    if SIMULATED:
+        code = "from gpuckpt.driver.simtarget import main; import sys; sys.exit(main(['--gpu', sys.argv[1], '--gib', '79']))"
+        running = [begin(code, str(g)) for g in gpus]
+        return [[79 << 10, 80 << 10] if "ready" in p.communicate(timeout=60)[0] else p.returncode for p in running]
+    sizes = [free_mib(g) + used_mib(g) for g in gpus]
+    running = [begin(FILLER, str(g)) for g in gpus]
+    said = [p.communicate(timeout=90)[0].strip() for p in running]
+    return [[int(s), size] if s.isdigit() else s[-300:] for s, size in zip(said, sizes, strict=True)]
+
+
+def by_rank(document: dict[str, Any]) -> dict[str, list[float]]:
+    """The seconds of each step's call on each process, in the order of their pids."""
+    return {s["name"]: [s["seconds_by_pid"][pid] for pid in sorted(s["seconds_by_pid"], key=int)] for s in document.get("steps", [])}
 
 
 def environment() -> dict[str, str]:

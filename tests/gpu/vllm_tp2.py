@@ -19,7 +19,8 @@ import urllib.request
 from typing import Any
 
 import vllm_contract
-from lab import FILLER, HERE, OUT, SIMULATED, Results, free_mib, gpuckpt, slope, used_mib
+from job import Asking, by_rank, fill
+from lab import HERE, OUT, SIMULATED, Results, gpuckpt, slope, used_mib
 
 words = sys.argv[1:]
 extra = words[words.index("--") + 1 :] if "--" in words else []
@@ -91,37 +92,8 @@ def long(tokens: int) -> int:
     return http("/v1/completions", data)["usage"]["completion_tokens"]
 
 
-class Asking(threading.Thread):
-    """A request on its own; ``answer`` is what came, or the words of what went wrong."""
-
-    def __init__(self, ask: Any) -> None:
-        super().__init__(daemon=True)
-        self.ask, self.answer, self.seconds = ask, None, 0.0
-        self.start()
-
-    def run(self) -> None:
-        t = time.monotonic()
-        try:
-            self.answer = self.ask()
-        except Exception as e:  # noqa: BLE001 - whatever it is, it is the answer
-            self.answer = f"{type(e).__name__}: {e}"
-        self.seconds = round(time.monotonic() - t, 2)
-
-
 def tail(n: int = 2500) -> str:
     return open(OUT / "vllm_tp2.log").read()[-n:]
-
-
-def fill() -> list[Any]:
-    """Another process on each GPU at once: MiB that it wrote, and MiB of the GPU."""
-    if SIMULATED:
-        code = "from gpuckpt.driver.simtarget import main; import sys; sys.exit(main(['--gpu', sys.argv[1], '--gib', '79']))"
-        running = [start([sys.executable, "-c", code, str(g)], stdout=subprocess.PIPE, text=True) for g in GPUS]
-        return [[79 << 10, 80 << 10] if "ready" in p.communicate(timeout=60)[0] else p.returncode for p in running]
-    sizes = [free_mib(g) + used_mib(g) for g in GPUS]
-    running = [start([sys.executable, "-c", FILLER, str(g)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for g in GPUS]
-    said = [p.communicate(timeout=90)[0].strip() for p in running]
-    return [[int(s), size] if s.isdigit() else s[-300:] for s, size in zip(said, sizes, strict=True)]
 
 
 def fresh() -> tuple[list[str], list[Any]]:
@@ -132,11 +104,6 @@ def fresh() -> tuple[list[str], list[Any]]:
 
 def steps(document: dict[str, Any]) -> dict[str, float]:
     return {s["name"]: s["seconds"] for s in document.get("steps", [])}
-
-
-def by_rank(document: dict[str, Any]) -> dict[str, list[float]]:
-    """The seconds of each step's call on each process, in the order of their pids."""
-    return {s["name"]: [s["seconds_by_pid"][pid] for pid in sorted(s["seconds_by_pid"], key=int)] for s in document.get("steps", [])}
 
 
 ours = ["-tp", "2", "--disable-custom-all-reduce"]
@@ -195,7 +162,7 @@ try:
         row["in_flight"] = flying.is_alive() if flying else None
         if code == 0:
             waiting = Asking(complete)
-            row["filler_mib"] = fill()
+            row["filler_mib"] = fill(GPUS, started)
             row["answered_while_suspended"] = not waiting.is_alive()
             code, up, row["resume_wall_s"] = gpuckpt("resume", server.pid, "--wait", "20s", timeout=STEP_S)
             row |= {"resume": code, "up": steps(up), "up_by_rank": by_rank(up), "error": up.get("error"), "warnings": row["warnings"] + (up.get("warnings") or [])}
