@@ -93,6 +93,11 @@ def no_process(pid: int, void: Iterable[Record]) -> str:
     return f"there is no process {pid}" + (f"; {void_words(ended)}" if ended else "")
 
 
+def left_key(process: ProcessId) -> str:
+    """*process* in a line of the audit log: by its number alone it could be its successor."""
+    return f"{process.pid}@{process.start_ticks}"
+
+
 class Journal:
     """The records of one user on one machine.
 
@@ -176,6 +181,16 @@ class Journal:
                 os.write(fd, text.encode())
             finally:
                 os.close(fd)
+
+    def left_bytes(self, process: ProcessId) -> list[int]:
+        """How much each earlier suspend left of *process* on its GPUs, where it did; oldest first, as far as ``audit.log`` goes back."""
+        found = []
+        with contextlib.suppress(OSError):
+            for line in (self.directory / "audit.log").read_text().splitlines():
+                if left_key(process) in line:
+                    with contextlib.suppress(ValueError, LookupError, TypeError):  # a full disk can have cut it
+                        found.append(int(json.loads(line)["left_bytes"][left_key(process)]))
+        return found
 
     def _read(self) -> tuple[list[Record], list[str]]:
         records, unreadable = [], []

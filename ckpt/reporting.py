@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 from gpuckpt import keeping
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found
+from gpuckpt.journal import left_key
 from gpuckpt.method import suspended
 from gpuckpt.model import GpuReport, Inventory, ProcessReport, Report, State, Status
 from gpuckpt.words import HELD, word
+
+#: From how many suspends in a row on, each of which left so many bytes more than the one before, it is told.
+GROWING_LEAST, GROWING_LEAST_BYTES = 4, 1 << 20
+
+
+def growing(left_bytes: Sequence[int]) -> str:
+    """Words for what the last of several suspends left more and more of, "" where they did not. *left_bytes*: of each, oldest first."""
+    run = 1
+    while run < len(left_bytes) and left_bytes[-run] - left_bytes[-run - 1] >= GROWING_LEAST_BYTES:
+        run += 1
+    if run < GROWING_LEAST:
+        return ""
+    first, last = left_bytes[-run] / 2**20, left_bytes[-1] / 2**20
+    return f"{first:.0f} MiB, and {last:.0f} MiB {run - 1} suspends later: {(last - first) / (run - 1):.0f} MiB more each time"
 
 
 class Reporting(Group):
@@ -37,9 +54,18 @@ class Reporting(Group):
         return report
 
     def _finish(self) -> Report:
+        """What a suspend left on the GPUs is compared with what earlier ones left, of the same process."""
+        assert self.record is not None
         report = self._report(ok=True)
-        self._close("done")
-        return report
+        ids = {m.id.pid: m.id for m in self.record.members}
+        left = {ids[row.pid]: row.retained_bytes for row in report.processes if row.retained_bytes}
+        grown = [
+            f"pid {p} leaves more and more on its GPUs when it is suspended: {words}"
+            for p, nbytes in left.items()
+            if (words := growing([*self.world.journal.left_bytes(p), nbytes]))
+        ]
+        self._close("done", **({"left_bytes": {left_key(p): nbytes for p, nbytes in left.items()}} if left else {}))
+        return dataclasses.replace(report, warnings=(*report.warnings, *grown))
 
     def _report(self, *, ok: bool, error: GpuckptError | None = None) -> Report:
         assert self.record is not None
@@ -64,5 +90,5 @@ class Reporting(Group):
             rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
         return self.report(rows, ok=ok, error=error.as_dict() if error else None, details={"method": self.taken} if self.taken else {})
 
-    def _close(self, outcome: str) -> None:
-        self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()})
+    def _close(self, outcome: str, **more: Any) -> None:
+        self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()}, **more)

@@ -52,6 +52,9 @@ class MemoryJournal:
         self._world.point("records")
         return self._world.machine.counting()
 
+    def left_bytes(self, process: ProcessId) -> list[int]:
+        return []
+
     def audit(self, **line: Any) -> None:
         self._world.point("audit")
 

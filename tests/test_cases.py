@@ -51,7 +51,6 @@ CASES = {
 }
 #: Those without a test. A line goes when a test comes.
 WITHOUT = {
-    45: "what a suspend left is told each time, and as retained bytes; nobody compares one suspend with the last",
     48: "nothing can be woken by tag through a run: the server's own endpoints for it are not there",
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpuckpt.model import GIB, State
+from gpuckpt.reporting import growing
 from tests.conftest import eventually
 from tests.test_agent import stages
 
@@ -178,6 +179,27 @@ def test_nobody_is_restored_into_room_that_a_pool_may_take_back(machine: Machine
 
 
 # The pool alone.
+
+
+def test_what_grows_from_one_suspend_to_the_next_is_told(machine: Machine) -> None:
+    """Case 45: a GiB beside the pool more each time. A process of its own keeps what it leaves for itself."""
+    target, told = machine.target(*POOL), []
+    for _ in range(4):
+        down = suspended(machine, target, "--method", "pool")
+        told.append([w for w in down.document["warnings"] if "more and more" in w])
+        resumed(machine, target)
+        assert "error" not in target.ask("alloc 1")
+    assert told[:3] == [[], [], []]
+    assert told[3] == [
+        f"pid {target.pid} leaves more and more on its GPUs when it is suspended: "
+        "2048 MiB, and 5120 MiB 3 suspends later: 1024 MiB more each time"
+    ]
+
+
+def test_what_counts_as_growing() -> None:
+    """Case 45, over twenty suspends."""
+    assert growing([n * GIB for n in range(1, 21)]) == "1024 MiB, and 20480 MiB 19 suspends later: 1024 MiB more each time"
+    assert growing([2 * GIB] * 20) == growing([GIB, 3 * GIB, 2 * GIB, 4 * GIB, 3 * GIB]) == growing([]) == ""
 
 
 def test_the_pool_alone_leaves_the_rest_where_it_is(machine: Machine) -> None:
