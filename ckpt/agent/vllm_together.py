@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpuckpt.agent.bell import Bell
 
-PARALLEL = "vllm.config.parallel"
+CORE, PARALLEL = "vllm.v1.engine.core", "vllm.config.parallel"
 _SUM = "[int(has_unfinished), int(pending_pause)], dtype=torch.int32"
 _OF_AN_ENGINE = ("has_coordinator", "ignore_start_dp_wave", "engines_running", "current_wave", "output_queue")
 
@@ -47,7 +47,8 @@ class Together:
         source = ""
         with contextlib.suppress(KeyError, AttributeError, OSError, TypeError):
             source = inspect.getsource(sys.modules[PARALLEL].ParallelConfig.sync_dp_state)
-        if _SUM not in source or not all(hasattr(self.engine, name) for name in _OF_AN_ENGINE):
+        known = _SUM in source and hasattr(sys.modules.get(CORE), "EngineCoreOutputs")
+        if not known or not all(hasattr(self.engine, name) for name in _OF_AN_ENGINE):
             return "this version of vLLM has other data-parallel engines than gpuckpt knows"
         if not self.engine.has_coordinator:
             return "the data-parallel engines of offline inference have no coordinator, by which one wakes the others"
@@ -66,8 +67,7 @@ class Together:
             self.hold(engine)
             return
         engine.engines_running = True
-        outputs = sys.modules[type(engine).__module__].EngineCoreOutputs
-        engine.output_queue.put_nowait((-1, outputs(start_wave=engine.current_wave)))
+        engine.output_queue.put_nowait((-1, sys.modules[CORE].EngineCoreOutputs(start_wave=engine.current_wave)))
 
     def sync(self, dp_group: Any, has_unfinished: bool, pending_pause: bool) -> tuple[bool, bool]:
         """In the place of ``sync_dp_state``, with the same collective: whether any engine has work, and whether all are to pause.

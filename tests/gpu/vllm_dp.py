@@ -63,10 +63,13 @@ def http(path: str, data: object = None, engine: int | None = None, timeout: flo
 
 
 def complete(engine: int) -> tuple[list[str], list[Any]]:
-    """Text and logprobs of one engine, the other ones stepping along."""
-    prompt = [list(range(100, 140)), list(range(900, 1100)), [5, 6, 7]]
-    answer = http("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 48, "temperature": 0, "logprobs": 1}, engine)
-    return [c["text"] for c in answer["choices"]], [c["logprobs"]["token_logprobs"] for c in answer["choices"]]
+    """Texts and logprobs of one engine, a prompt after the other: what of several comes into the first batch is left to chance."""
+    texts, logprobs = [], []
+    for prompt in (list(range(100, 140)), list(range(900, 1100)), [5, 6, 7]):
+        answer = http("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 32, "temperature": 0, "logprobs": 1}, engine)
+        texts.append(answer["choices"][0]["text"])
+        logprobs.append(answer["choices"][0]["logprobs"]["token_logprobs"])
+    return texts, logprobs
 
 
 def long(engine: int, tokens: int) -> int:
