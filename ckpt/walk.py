@@ -253,7 +253,7 @@ class Walk:
         who = self.world.describe(process.pid)
         if call in plan.AGENT_CALLS:
             gone = [p for p, state in self.now.items() if state is State.GONE]
-            return Failure(process, verdict.agent_in_flight(who, call, process, gone))
+            return Failure(process, self._with_stopped(verdict.agent_in_flight(who, call, process, gone)))
         return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, stopped=self.world.stopped(process)))
 
     def _waits(self, process: ProcessId, what: str) -> None:
@@ -265,7 +265,15 @@ class Walk:
     def _error(self, call: Call, process: ProcessId, outcome: Outcome, state: State, gpu_map: Mapping[str, str]) -> GpuckptError:
         """Words for a failed call. *state*: what the driver says of the process now."""
         who, movable = self.world.describe(process.pid), process in self.movable
-        return verdict.of_call(who, call, process, outcome, state, command=self.command, gpu_map=gpu_map, movable=movable)
+        error = verdict.of_call(who, call, process, outcome, state, command=self.command, gpu_map=gpu_map, movable=movable)
+        return self._with_stopped(error) if call in plan.AGENT_CALLS else error
+
+    def _with_stopped(self, error: GpuckptError) -> GpuckptError:
+        """*error* of an agent, and which members are stopped: the others wait for these in what they do together."""
+        if stopped := [str(p) for p in self.now if self.world.stopped(p)]:
+            error.message += f"; pid {', '.join(stopped)} is stopped, for which its group waits"
+            error.hint = f"kill -CONT {' '.join(stopped)}, then {error.hint or 'gpuckpt recover'}"
+        return error
 
     def look(self) -> None:
         """Take in each process's state. One that the driver answers for waits for no call any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -46,6 +47,21 @@ def test_a_rank_that_dies_in_its_communicators(machine4: Machine) -> None:
     assert result.states[ranks[2].pid] == "gone"
     assert {result.states[r.pid] for r in ranks if r is not ranks[2]} <= {"in-flight", "quiesced", "lost"}
     assert not machine4.world.peek().operations
+
+
+def test_a_rank_that_is_stopped_in_its_communicators(machine4: Machine) -> None:
+    """The others wait for it inside NCCL; it is named, with the way on, and that way leads back."""
+    ranks = job(machine4)
+    machine4.world.add_fault("comms", pid=ranks[2].pid, hang=True)
+    running = machine4.begin("suspend", ranks[0].pid, "--timeout", "1s")
+    entered = machine4.world.path / "comms" / "tp-1-suspend"
+    eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
+    ranks[2].stop()
+    result = running.end()
+    assert (result.code, result.error["code"]) == (3, "in-flight"), result
+    assert f"pid {ranks[2].pid} is stopped" in result.error["message"]
+    assert result.error["hint"].startswith(f"kill -CONT {ranks[2].pid}, then gpuckpt recover")
+    ranks[2].signal(signal.SIGCONT)
 
 
 def test_a_rank_that_hangs_on_the_way_back(machine4: Machine) -> None:

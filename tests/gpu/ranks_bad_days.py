@@ -1,14 +1,16 @@
 """Bad days of a torch.distributed job on two GPUs: kill -9 of gpuckpt anywhere in a suspend and a resume, ranks that die. usage: ranks_bad_days.py [KILLS]
 
 KILLS (default 6) of each command, spread over its whole time; after each `gpuckpt recover`, and `resume` if it says that the job is suspended: the sums
-must be exact. Then a rank is killed while suspended, in a checkpoint and in a resume: the command ends by its deadline, and names it. What becomes
-of the other rank is noted. Ends after $LIMIT_S seconds (default 300); what would not fit is left out, and said. Needs NCCL 2.30.7 in torch's place.
+must be exact. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in the proof after it: the command ends by its
+deadline, and names it; when the rank goes on and `gpuckpt recover` has been at it the sums must be exact. Then a rank is killed while suspended, in a checkpoint
+and in a resume: the command ends by its deadline, and names it. What becomes of the other rank is noted. Ends after $LIMIT_S seconds (default 300); what would not fit is left out, and said. Needs NCCL 2.30.7 in torch's place.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -107,6 +109,47 @@ def killed(command: str, after_s: float, first: list[dict[str, Any]]) -> dict[st
     return row
 
 
+#: Where rank 1 hangs: the command, and the stage of rank 0 or 1 at which it is stopped.
+HANGS = {"suspend": ("suspend", "quiesced"), "restore": ("resume", "locked"), "verify": ("resume", "comms-suspended")}
+
+
+def hung(when: str, first: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rank 1 stands still *when*, and goes on when the command has ended."""
+    command, stage = HANGS[when]
+    row: dict[str, Any] = {"when": when}
+    if command == "resume":
+        row["suspend"] = gpuckpt("suspend", ranks[0].pid, timeout=budget.left(keep_s=3.0))[0]
+    process = processes.read(ranks[1].pid)
+    assert process is not None
+    agents = Agents()
+
+    def come() -> bool:
+        if stage == "locked":
+            return used_mib(1) > 100
+        hello = agents.hellos([process.id]).get(process.id)
+        return hello is not None and str(hello.stage) == stage
+
+    p = begin(command, "--timeout", f"{DEADLINE_S:g}s")
+    begun = time.perf_counter()
+    wait_for(lambda: p.poll() is not None or come(), DEADLINE_S)
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    row["ended_before"] = p.poll()
+    try:
+        out, err = p.communicate(timeout=DEADLINE_S + 30)
+        row["seconds"], row["code"] = round(time.perf_counter() - begun, 2), p.returncode
+        document = json.loads(out) if out.startswith("{") else {"error": out + err}
+        row["error"], row["states"] = document.get("error"), {x["pid"]: x["state"] for x in document.get("processes", [])}
+    finally:
+        os.kill(ranks[1].pid, signal.SIGCONT)
+        agents.close()
+    suspended, row["recovered"] = settled()
+    if suspended:
+        row["resume"] = gpuckpt("resume", ranks[0].pid, "--timeout", "30s", timeout=budget.left(keep_s=3.0))[0]
+    wait_for(lambda: stages() == ["running", "running"], SETTLED_S)
+    row["exact"] = ask(ranks) == first
+    return row
+
+
 def died(when: str, walls: dict[str, float]) -> dict[str, Any]:
     """Rank 1 is killed *when*; how the command ended, and what became of rank 0."""
     row: dict[str, Any] = {"when": when}
@@ -158,7 +201,23 @@ try:
             if not rows[-1]["exact"]:
                 r.check(f"exact after a kill of {command} after {after_s:.2f} s", False, [rows[-1], [tail(x.log) for x in ranks]])
                 finish()
-    r.check(f"kill -9 of gpuckpt, {len(rows)} times: every sum exact", bool(rows) and all(x["exact"] for x in rows), [x["stages"] for x in rows])
+    if kills:
+        r.check(f"kill -9 of gpuckpt, {len(rows)} times: every sum exact", bool(rows) and all(x["exact"] for x in rows), [x["stages"] for x in rows])
+    hangs: list[dict[str, Any]] = []
+    for when in HANGS:
+        if not budget.allows(walls["suspend"] + walls["resume"] + 2 * DEADLINE_S + (10 if SIMULATED else 40)):
+            budget.step(f"no time for a rank that hangs: {when}")
+            continue
+        budget.step(f"rank 1 hangs: {when}")
+        hangs.append(row := hung(when, first))
+        r.note("hangs", hangs)
+        if row["ended_before"] is not None:
+            budget.step(f"the command was quicker: {when}")
+            continue
+        named = str(ranks[1].pid) in str(row["error"]) or row["states"].get(ranks[1].pid) not in (None, "running", "suspended")
+        held = row["code"] != 0 and named and row["seconds"] < DEADLINE_S + 25
+        if not r.check(f"a rank hangs ({when}): it is named, in time; when it goes on every sum is exact", held and row["exact"], row):
+            break
     deaths: list[dict[str, Any]] = []
     for when in ("suspended", "checkpoint", "resume"):
         if not budget.allows(walls["suspend"] + walls["resume"] + 2 * DEADLINE_S + (10 if SIMULATED else 40)):
