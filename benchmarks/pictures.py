@@ -253,7 +253,7 @@ def drawings() -> dict[str, str]:
         ("timeline.svg", timeline, "cycles"),
         ("memory.svg", memory, "cycles"),
         ("rendezvous.svg", rendezvous, "rendezvous"),
-        ("preload.svg", preload, "preload"),
+        ("preload.svg", preload, "preload_torch"),
         ("growth.svg", growth, "growth"),
         ("comparison.svg", comparison, "comparison"),
         ("ranks.svg", ranks, "vllm_tp2"),

@@ -73,17 +73,30 @@ def figures() -> str:
             )
             same = sum(r["same_text"] and r["same_logprobs"] for r in runs)
             notes.append(f"After {same} of {len(runs)} resumes `vllm serve` gave the same text and the same logprobs.")
+    if sleep := result("vllm_sleep"):
+        for method, how in (
+            ("driver", "by the driver alone"),
+            ("auto", "vLLM's own allocator first, then the driver: the cache is dropped"),
+        ):
+            runs = [r for r in sleep["cycles"] if r["method"] == method and r["resume"] == 0]
+            rows.append(
+                f"| `vllm serve --enable-sleep-mode` with {most(runs, 'gpu_mib') / 1024:.1f} GiB, {how}; {len(runs)} cycles in turn "
+                f"| {spread([r['suspend_wall_s'] for r in runs])} | {most(runs, 'left_mib')} MiB "
+                f"| {spread([r['resume_wall_s'] for r in runs])} | {source('vllm_sleep')} |"
+            )
     if tp2 := result("vllm_tp2"):
-        runs = tp2["cycles"]
-        held = sum(max(r["running_mib"][gpu] for r in runs) for gpu in (0, 1)) / 1024
-        rows.append(
-            f"| **`vllm serve -tp 2`** with {held:.1f} GiB on two GPUs and its NCCL communicator; {len(runs)} cycles, each time other processes fill both GPUs "
-            f"| {spread([r['suspend_wall_s'] for r in runs])} | {max(max(r['left_mib']) for r in runs)} MiB "
-            f"| {spread([r['resume_wall_s'] for r in runs])} | {source('vllm_tp2')} |"
-        )
-        same = sum(r["same_text"] and r["same_logprobs"] for r in runs)
+        held = sum(max(r["running_mib"][gpu] for r in tp2["cycles"]) for gpu in (0, 1)) / 1024
+        for method, how in (("driver", "nothing moved beforehand"), ("auto", "vLLM's own allocator first")):
+            runs = [r for r in tp2["cycles"] if r["method"] == method]
+            rows.append(
+                f"| **`vllm serve -tp 2`** with {held:.1f} GiB on two GPUs and its NCCL communicator, **started by `gpuckpt exec`**, {how}; {len(runs)} cycles, "
+                f"each time other processes fill both GPUs "
+                f"| {spread([r['suspend_wall_s'] for r in runs])} | {max(max(r['left_mib']) for r in runs)} MiB "
+                f"| {spread([r['resume_wall_s'] for r in runs])} | {source('vllm_tp2')} |"
+            )
+        same = sum(r["same_text"] and r["same_logprobs"] for r in tp2["cycles"])
         notes.append(
-            f"After {same} of {len(runs)} resumes `vllm serve -tp 2` gave the same text and the same logprobs; no request was lost."
+            f"After {same} of {len(tp2['cycles'])} resumes `vllm serve -tp 2` gave the same text and the same logprobs; no request was lost."
         )
     if ranks := result("two_ranks"):
         runs = ranks["cycles"]
@@ -105,8 +118,8 @@ def figures() -> str:
             f"A request that wakes the run has its first byte {first:.0f} ms after the resume, beside {1000 * run['warm_first_byte_m_s']:.0f} ms "
             f"while it is awake; {len(runs)} of {len(run['cycles'])} answers after a wake were the same as before."
         )
-    if preload := result("preload"):
-        for kind, what in (("torch", "torch process"), ("plain", "plain C program")):
+    for kind, what in (("torch", "torch process"), ("plain", "plain C program")):
+        if preload := result(f"preload_{kind}"):
             rows += preload_rows(preload, kind, what)
     if overhead := result("overhead"):
         alone, ours = overhead["driver_alone_median_s"], overhead["gpuckpt_median_s"]
@@ -129,14 +142,27 @@ def preload_rows(document: dict[str, Any], kind: str, what: str) -> list[str]:
         runs = document[f"{kind}_cycles"][side]
         held = max(i["mib"] for r in document[f"{kind}_cycles"]["with"] for i in r["library"]["images"]) / 1024
         down, up = ([r[k] for r in runs] for k in ("suspend_wall_s", "resume_wall_s"))
-        rows.append(f"| {what} with {held:.1f} GiB, {how}; {len(runs)} cycles | {spread(down)} | | {spread(up)} | {source('preload')} |")
+        rows.append(
+            f"| {what} with {held:.1f} GiB, {how}; {len(runs)} cycles | {spread(down)} | | {spread(up)} | {source(f'preload_{kind}')} |"
+        )
     return rows
 
 
 def machine() -> list[str]:
     """On what it was measured; a line a machine, were there several."""
     seen = {}
-    for name in ("cycles", "cycles_thp_always", "cycles_preload", "vllm_serve", "vllm_tp2", "two_ranks", "run_vllm", "preload", "overhead"):
+    for name in (
+        "cycles",
+        "cycles_thp_always",
+        "cycles_preload",
+        "vllm_serve",
+        "vllm_tp2",
+        "vllm_sleep",
+        "two_ranks",
+        "run_vllm",
+        "preload_torch",
+        "overhead",
+    ):
         if found := result(name):
             m = found["machine"]
             persistence = "on" if m["persistence_mode"] else "off"
@@ -171,14 +197,30 @@ def tested() -> str:
         ("containers", "from within and from outside of containers: pid namespaces, Docker's capabilities, rootless"),
         ("vllm_serve", "`vllm serve` on one GPU, another process on the freed GPU in between"),
         ("vllm_tp2", "`vllm serve -tp 2` on two GPUs, other processes on both in between, requests in flight and while suspended"),
+        (
+            "vllm_sleep",
+            "`vllm serve --enable-sleep-mode`: by its allocator and the driver, by the driver alone, by its allocator alone; a request in flight",
+        ),
         ("two_ranks", "a torch job of two ranks with three NCCL communicators each, eager and in a CUDA graph"),
         (
             "two_hosts",
             "such a job by two coordinators, as on two hosts; one that never comes; kill -9 of one at the commit (two GPUs of one machine)",
         ),
         ("run_vllm", "`gpuckpt run --idle -- vllm serve`: suspended by itself, woken by requests; streams, held requests, leases, SIGTERM"),
-        ("preload", "suspends with the preload library and without it, of a torch process and of a plain C program"),
-        ("pool", "the pool in its first form: sleeps, wakes, levels, graphs, a suspend while it sleeps; what ends while it sleeps"),
+        ("ranks_bad_days", "kill -9 of gpuckpt anywhere in a suspend and a resume of two ranks, then `recover`"),
+        (
+            "ranks_bad_days_deaths",
+            "a rank that dies while suspended, in a checkpoint, in a resume (in this run nothing was killed otherwise)",
+        ),
+        (
+            "run_two_models",
+            "two models that do not fit on one GPU together, `--share`, an unmodified `openai` client (in this run both models were the same: the check that says so)",
+        ),
+        ("preload", "the preload library: who maps the image, an image that cannot be mapped; a library of before, which populated only"),
+        ("preload_torch", "suspends with the preload library and without it, in turn, of a torch process"),
+        ("preload_plain", "and of a plain C program"),
+        ("image", "images on disk and in memory, in turn (other programs used host memory in that run)"),
+        ("pool", "the pool: sleeps, wakes, levels, graphs, a suspend while it sleeps; what ends while it sleeps"),
         ("other_card", "resume on the other card, both ways (two GPUs)"),
         ("faults_gpu", "each fault before each step of a suspend and a resume, and in the middle of each call ([faults](docs/faults.md))"),
         ("soak", "a server under bursts of requests, suspended between and within them, others on the freed GPU"),
@@ -336,6 +378,22 @@ def copies() -> str:
     return "\n".join([*rows, "", f"{on} ({source('copies', DOCS)})."])
 
 
+def side_by_side() -> str:
+    """The driver as it is, and with the preload library."""
+    rows = [
+        "| | checkpoint | | restore | | cycles of each |",
+        "|---|---|---|---|---|---|",
+        "| | driver alone | with the library | driver alone | with the library | |",
+    ]
+    for kind, what in (("torch", "torch"), ("plain", "plain C program")):
+        if found := result(f"preload_{kind}"):
+            cycles, median = found[f"{kind}_cycles"]["with"], found[f"{kind}_median_s"]
+            gib = cycles[0]["library"]["images"][0]["mib"] / 1024
+            numbers = [f"{median[side][call]:.2f} s" for call in ("checkpoint", "restore") for side in ("without", "with")]
+            rows.append(f"| {what}, {gib:.1f} GiB ({source(f'preload_{kind}', DOCS)}) | {' | '.join(numbers)} | {len(cycles)} |")
+    return "\n".join(rows)
+
+
 def pool() -> str:
     """What the pool was measured to do beside the driver alone, on one process."""
     found = result("pool")
@@ -343,7 +401,8 @@ def pool() -> str:
         return UNTESTED
     s, limit = found["summary"], found["summary"]["limit"]
     asleep, awake = s["suspended_asleep"], s["suspended_awake"]
-    best = max(s["ways"], key=lambda way: min(s["ways"][way]))
+    best, changed = found["best"], s["changed"]
+    copying = {way: changed[way]["bytes"] / 2**30 / changed[way]["phases"]["copy"] for way in ("down", "up")}
     rows = [
         f"| torch process, {found['gib']:.0f} GiB in tags, graphs | down | up |",
         "|---|---|---|",
@@ -351,7 +410,8 @@ def pool() -> str:
         f"| `pool.sleep()` with nothing changed since the last, then `gpuckpt suspend`; `resume`, then `pool.wake()` "
         f"| {asleep['sleep_s']:.3f} + {asleep['suspend_s']:.2f} s | {asleep['resume_s']:.2f} + {asleep['wake_s']:.2f} s |",
         f"| the first `pool.sleep()` of the process, and a wake | {s['first']['down_s']:.2f} s | {s['first']['up_s']:.2f} s |",
-        f"| the best way to copy that was tried ({best}) | {s['ways'][best][0]:.1f} GiB/s | {s['ways'][best][1]:.1f} GiB/s |",
+        f"| a later `pool.sleep()` with all of it changed, and a wake ({best}); the copying in it "
+        f"| {changed['down']['seconds']:.2f} s; {copying['down']:.1f} GiB/s | {changed['up']['seconds']:.2f} s; {copying['up']:.1f} GiB/s |",
         f"| pinned copies in the same run: the limit | {limit['down']:.1f} GiB/s | {limit['up']:.1f} GiB/s |",
     ]
     checks = list(found["checks"].values())
@@ -363,7 +423,7 @@ def pool() -> str:
 DOCS = "../"
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "comparison": comparison, "tested": tested},
-    "docs/driver-path.md": {"copies": copies, "preload-cost": preload_cost},
+    "docs/driver-path.md": {"copies": copies, "side-by-side": side_by_side, "preload-cost": preload_cost},
     "docs/how-it-works.md": {"added": added, "growth": growth, "killed": killed},
     "docs/pool.md": {"pool": pool},
     "docs/security.md": {"permissions": permissions, "containers": containers},

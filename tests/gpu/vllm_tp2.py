@@ -203,8 +203,8 @@ try:
     if whole:
         r.check("what was asked for was moved", all(("offload" in x["down"]) == (x["method"] == "auto") for x in whole))
         r.check("a request was in flight at a suspend", any(x["in_flight"] for x in whole) or cycles < 2, [x["in_flight"] for x in whole])
-    if len(whole) > 5:
-        r.note("slope_running_mib", [slope([float(x["running_mib"][g]) for x in whole[1:]]) for g in GPUS])
+    if cycles > 5:
+        r.note("slope_running_mib", [slope([float(x["running_mib"][g]) for x in whole[1:cycles]]) for g in GPUS])
     r.note("log_complaints", [line[:300] for line in open(OUT / "vllm_tp2.log") if "ERROR" in line or "No available shared memory" in line][-10:])
 
     # 5. It ends in order.
