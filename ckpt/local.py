@@ -277,6 +277,9 @@ class LocalWorld:
         proc = processes.read(process.pid)
         return proc is not None and (proc.stopped or processes.frozen(process.pid, self.root))
 
+    def alive(self, process: ProcessId) -> bool:
+        return processes.is_same(process)
+
     def gpus(self) -> tuple[Gpu, ...]:
         return self.devices.gpus()
 

@@ -302,8 +302,7 @@ class Operation(Reporting):
 
     def _refuse_the_dead(self) -> None:
         """One that ended after its own call, while others were at theirs, say: the group is not what was to be suspended."""
-        states = self.world.states(self.now)
-        if gone := next((p for p in self.now if states[p] is State.GONE), None):
+        if gone := next((p for p in self.now if not self.world.alive(p)), None):
             raise errors.Aborted(f"pid {gone} ended while its group was being suspended", pid=gone.pid, step="verify")
 
     # Ends.

@@ -161,6 +161,10 @@ class MemoryWorld:
         self.point("stopped")
         return process.pid in self.machine.stopped
 
+    def alive(self, process: ProcessId) -> bool:
+        self.point("alive")
+        return self._states([process])[process] is not State.GONE
+
     def gpus(self) -> tuple[Gpu, ...]:
         self.point("gpus")
         return self._gpus()

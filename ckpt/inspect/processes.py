@@ -63,10 +63,9 @@ class Proc:
 def read(pid: int) -> Proc | None:
     """The process *pid*, or None if there is none (a zombie counts as none)."""
     try:
-        data = Path(f"/proc/{pid}/stat").read_bytes()
+        proc = _parse(_bytes(f"/proc/{pid}/stat"))
     except OSError:
         return None
-    proc = _parse(data)
     return None if proc.dead else proc
 
 
@@ -100,7 +99,7 @@ def uid_of(pid: int) -> int:
 def run_of(pid: int) -> str:
     """The name of the `gpuckpt run` that *pid* belongs to, as its environment tells; "" for none, or where we may not look."""
     try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        environ = _bytes(f"/proc/{pid}/environ")
     except OSError:
         return ""
     begin = f"{RUN_VARIABLE}="
@@ -118,7 +117,7 @@ def user_name(uid: int) -> str:
 def command(pid: int, limit: int = 60) -> str:
     """What a person would call it: its command line without the interpreter's path, at most *limit* characters."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0")
+        words = _bytes(f"/proc/{pid}/cmdline").rstrip(b"\0").decode(errors="replace").split("\0")
     except OSError:
         words = [""]
     if not words[0]:
@@ -131,7 +130,7 @@ def command(pid: int, limit: int = 60) -> str:
 
 def cgroup(pid: int, root: Path = ROOT) -> str:
     """The cgroup of *pid* (the unified hierarchy, or systemd's), "" where that says nothing about who belongs together."""
-    lines = _text(root / f"proc/{pid}/cgroup").splitlines()
+    lines = _text(f"{root}/proc/{pid}/cgroup").splitlines()
     paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines}
     path = paths.get("") or paths.get("name=systemd") or ""
     leaf = path.rsplit("/", 1)[-1]
@@ -142,7 +141,7 @@ def cgroup(pid: int, root: Path = ROOT) -> str:
 def frozen(pid: int, root: Path = ROOT) -> bool:
     """True if *pid* lies in a frozen cgroup, of either version."""
     fs = root / "sys/fs/cgroup"
-    for line in _text(root / f"proc/{pid}/cgroup").splitlines():
+    for line in _text(f"{root}/proc/{pid}/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         within = path.lstrip("/")
         if not controllers:
@@ -240,14 +239,26 @@ def _parse(data: bytes) -> Proc:
 
 
 def _status(pid: int, key: str) -> str:
-    for line in _text(Path(f"/proc/{pid}/status")).splitlines():
+    for line in _text(f"/proc/{pid}/status").splitlines():
         if line.startswith(key + ":"):
             return line.split(":", 1)[1].strip()
     return ""
 
 
-def _text(path: Path) -> str:
+def _text(path: str | Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return _bytes(path).decode(errors="replace")
     except OSError:
         return ""
+
+
+def _bytes(path: str | Path) -> bytes:
+    """A file of ``/proc``, without what a file object costs: a machine has hundreds of processes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = b""
+        while part := os.read(fd, 1 << 16):
+            found += part
+        return found
+    finally:
+        os.close(fd)
