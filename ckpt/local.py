@@ -15,13 +15,13 @@ from types import FrameType
 from typing import Any
 
 from gpuckpt import along as beside
-from gpuckpt import claims, early, errors, plan, refusals
+from gpuckpt import claims, early, errors, host_room, refusals
 from gpuckpt.agent.client import AgentPending, Agents, Hello
 from gpuckpt.claims import FileClaim
 from gpuckpt.driver.api import CallError
 from gpuckpt.driver.caller import Pending
 from gpuckpt.early import Start
-from gpuckpt.inspect import hazards, host, processes
+from gpuckpt.inspect import hazards, processes
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.inspect.ranks import advice
 from gpuckpt.journal import Journal, Record, state_directory, void_words
@@ -155,13 +155,17 @@ class LocalWorld:
         found += hazards.of_gpus(gpus, {g.uuid for p in going.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
-        needed, room, short = self._host_room(list(going.values()), method)
+        needed, room, short = self.host_room(list(going.values()), method)
         ranks = _ranks_of({pid: hello for pid, hello in hellos.items() if pid in members})
         warnings = (*map(void_words, void), *self.journal.unreadable(), *advice(ranks))
         outside = beside.outsiders(
             ranks, self.agents, lambda: [procs[p] for p in self.devices.loaded(list(procs)) if p != self.me.pid], near, self.describe
         )
         return Inventory(tuple(members[pid] for pid in sorted(members)), gpus, (*found, *short), warnings, needed, room, ranks, outside)
+
+    def host_room(self, members: Sequence[GpuProcess], method: str) -> tuple[int, HostRoom | None, list[Hazard]]:
+        """As in :func:`gpuckpt.host_room.for_images`."""
+        return host_room.for_images(members, method, self.root)
 
     def void(self) -> list[Record]:
         """The records of earlier boots, each once; image files that they name are removed."""
@@ -369,42 +373,6 @@ class LocalWorld:
                 pid=holder,
             )
         self.wait((), min(until, self.now() + _POLL_S))
-
-    def _host_room(self, members: Sequence[GpuProcess], method: str) -> tuple[int, HostRoom | None, list[Hazard]]:
-        """Host bytes that a suspend needs, the tightest room there is, and a hazard for each limit that it would break."""
-        going = [p for p in members if p.state is not State.CHECKPOINTED and not (p.state is State.DISARMED and method == "pool")]
-        needed = sum(plan.host_need_bytes(p, method) for p in going)
-        if not going:
-            return 0, None, []
-        rooms: dict[str, tuple[HostRoom, int]] = {}
-        for p in going:
-            for room in host.host_rooms(p.pid, self.root):
-                known = rooms.get(room.limit)
-                rooms[room.limit] = (room, (known[1] if known else 0) + plan.host_need_bytes(p, method))
-        short = [
-            Hazard(
-                "host-memory",
-                f"the image needs {need / 2**30:.1f} GiB of host memory, {room.limit} leaves {room.available_bytes / 2**30:.1f} GiB",
-                "free host memory or raise the limit; --accept-loss host-memory if the machine grows its memory on demand",
-                acceptable=True,
-            )
-            for room, need in rooms.values()
-            if need > room.available_bytes
-        ]
-        ray = host.ray_monitor(going[0].pid, self.root)
-        if ray is not None and ray.would_kill(needed):
-            short.append(
-                Hazard(
-                    "host-memory",
-                    f"the image brings this node to {ray.usage(needed):.0%} of its memory, "
-                    f"and Ray (raylet, pid {ray.pid}) kills workers above {ray.threshold:.0%} ({host.RAY_THRESHOLD})",
-                    f"raise {host.RAY_THRESHOLD} for the raylet, or set {host.RAY_REFRESH}=0; --accept-loss host-memory to go on",
-                    ray.pid,
-                    acceptable=True,
-                )
-            )
-        tightest = min((r for r, _ in rooms.values()), key=lambda r: r.available_bytes, default=None)
-        return needed, tightest, short
 
 
 def _ranks_of(hellos: Mapping[int, Hello]) -> tuple[Rank, ...]:

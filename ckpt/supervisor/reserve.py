@@ -41,8 +41,8 @@ class ReservingWorld(LocalWorld):
             for g in super().gpus()
         )
 
-    def _host_room(self, members: Sequence[GpuProcess], method: str) -> tuple[int, HostRoom | None, list[Hazard]]:
-        needed, room, short = super()._host_room(members, method)
+    def host_room(self, members: Sequence[GpuProcess], method: str) -> tuple[int, HostRoom | None, list[Hazard]]:
+        needed, room, short = super().host_room(members, method)
         if self._host_left is not None and members:
             left, why = self._host_left
             if needed > left:
