@@ -1,12 +1,18 @@
-"""Resume on the other card, both ways, with answers compared. Needs two GPUs of one kind."""
+"""Resume on the other card, both ways; and two processes that exchange their cards; answers compared. Needs two GPUs of one kind."""
 
 from __future__ import annotations
 
-import pynvml
-from lab import Results, Target, gpuckpt, used_mib
+from lab import SIMULATED, Results, Target, gpuckpt, used_mib
 
 r = Results("other_card")
-uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in (0, 1)]
+if SIMULATED:
+    import lab_simulated
+
+    uuids = [g.uuid for g in lab_simulated.world.gpus()]
+else:
+    import pynvml
+
+    uuids = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in (0, 1)]
 target = Target(4, "full")
 asleep = used_mib(1)  # what a CUDA process takes of a card that it does not use
 try:
@@ -27,4 +33,15 @@ try:
     r.check("and once more where it is", code == 0 and target.same(), up.get("error"))
 finally:
     target.end()
+pair = [Target(2, "plain", gpu) for gpu in (0, 1)]
+try:
+    pids = [t.pid for t in pair]
+    code, down, _ = gpuckpt("suspend", *pids, "--accept-loss", "possible-import")
+    code, up, _ = gpuckpt("resume", *pids, "--gpu", f"{uuids[0]}={uuids[1]}", "--gpu", f"{uuids[1]}={uuids[0]}")
+    seen = {"errors": [down.get("error"), up.get("error")], "on": [[g["uuid"] for g in p["gpus"] if g["bytes_after"]] for p in up.get("processes", [])]}
+    exchanged = code == 0 and [uuids[1]] in seen["on"][:1] and [uuids[0]] in seen["on"][1:]
+    r.check("two processes that exchange their cards, same answers", exchanged and all(t.same() for t in pair), seen)
+finally:
+    for t in pair:
+        t.end()
 r.finish()

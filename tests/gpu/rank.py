@@ -1,4 +1,7 @@
-"""One rank of a torch.distributed job with an agent: eager and graph-captured sums on three groups. Answers lines on stdin."""
+"""One rank of a torch.distributed job with an agent: eager and graph-captured sums on its groups. Answers lines on stdin.
+
+``RANK_GROUPS`` names them: world, new, split (of all ranks each), and from four ranks on rows and columns.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,9 @@ made = {
     "world": lambda: dist.group.WORLD,
     "new": lambda: dist.new_group(list(range(size)), backend="nccl"),
     "split": lambda: dist.split_group(dist.group.WORLD, [list(range(size))]),
+    # of a square of ranks, two to a row
+    "rows": lambda: dist.new_subgroups_by_enumeration([[i, i + 1] for i in range(0, size, 2)], backend="nccl")[0],
+    "columns": lambda: dist.new_subgroups_by_enumeration([list(range(c, size, 2)) for c in (0, 1)], backend="nccl")[0],
 }
 groups = [made[kind]() for kind in kinds]
 x = torch.arange(1 << 22, device="cuda", dtype=torch.float32) % 1000 * (rank + 1)

@@ -1,4 +1,4 @@
-"""Bad days of a torch.distributed job on two GPUs: kill -9 of gpuckpt anywhere in a suspend and a resume, ranks that die. usage: ranks_bad_days.py [KILLS]
+"""Bad days of a torch.distributed job on N GPUs: kill -9 of gpuckpt anywhere in a suspend and a resume, ranks that hang or die. usage: RANKS=N ranks_bad_days.py [KILLS]
 
 KILLS (default 6) of each command, spread over its whole time; after each `gpuckpt recover`, and `resume` if it says that the job is suspended: the sums
 must be exact. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in the proof after it: the command ends by its
@@ -23,7 +23,8 @@ from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
 
 kills = int(sys.argv[1]) if len(sys.argv) > 1 else 6
-r = Results("ranks_bad_days")
+size = int(os.environ.get("RANKS", "2"))
+r = Results("ranks_bad_days" if size == 2 else f"ranks_bad_days_{size}")
 ranks: list[Rank] = []
 budget = Budget(r, float(os.environ.get("LIMIT_S", "300")), lambda: [stages(), [tail(x.log) for x in ranks]])
 DEADLINE_S = 6.0
@@ -34,7 +35,7 @@ def start() -> list[dict[str, Any]]:
     """A new job; what it answers first."""
     budget.step("the ranks start")
     environ = environment()  # with a port of its own
-    ranks[:] = [Rank(budget, i, 2, environ) for i in range(2)]
+    ranks[:] = [Rank(budget, i, size, environ) for i in range(size)]
     first = [x.read() for x in ranks]
     if not r.check(f"the job runs ({ranks[0].pid})", runs(first), first):
         finish()
@@ -99,12 +100,12 @@ def killed(command: str, after_s: float, first: list[dict[str, Any]]) -> dict[st
     row["ended_before"] = p.poll()
     p.kill()
     p.wait(10)
-    row["stages"], row["mib"] = stages(), [used_mib(g) for g in range(2)]
+    row["stages"], row["mib"] = stages(), [used_mib(g) for g in range(size)]
     suspended, row["recovered"] = settled()
     row["suspended"] = suspended
     if suspended:
         row["resume"] = gpuckpt("resume", ranks[0].pid, "--timeout", "30s", timeout=budget.left(keep_s=3.0))[0]
-    wait_for(lambda: stages() == ["running", "running"], SETTLED_S)
+    wait_for(lambda: stages() == ["running"] * size, SETTLED_S)
     row["exact"] = ask(ranks) == first
     return row
 
@@ -145,7 +146,7 @@ def hung(when: str, first: list[dict[str, Any]]) -> dict[str, Any]:
     suspended, row["recovered"] = settled()
     if suspended:
         row["resume"] = gpuckpt("resume", ranks[0].pid, "--timeout", "30s", timeout=budget.left(keep_s=3.0))[0]
-    wait_for(lambda: stages() == ["running", "running"], SETTLED_S)
+    wait_for(lambda: stages() == ["running"] * size, SETTLED_S)
     row["exact"] = ask(ranks) == first
     return row
 
@@ -163,10 +164,10 @@ def died(when: str, walls: dict[str, float]) -> dict[str, Any]:
     p = begin(command, "--timeout", f"{DEADLINE_S:g}s")
     if when != "suspended":
         if when == "checkpoint":
-            wait_for(lambda: stages() == ["disarmed", "disarmed"] or p.poll() is not None, DEADLINE_S)
+            wait_for(lambda: stages() == ["disarmed"] * size or p.poll() is not None, DEADLINE_S)
             time.sleep(0.4 * walls["checkpoint"])
         else:
-            wait_for(lambda: any(used_mib(g) > 100 for g in range(2)) or p.poll() is not None, DEADLINE_S)
+            wait_for(lambda: any(used_mib(g) > 100 for g in range(size)) or p.poll() is not None, DEADLINE_S)
         row["ended_before"] = p.poll()
         kill(ranks[1].p)
     out, err = p.communicate(timeout=budget.left(keep_s=3.0))
@@ -179,7 +180,7 @@ def died(when: str, walls: dict[str, float]) -> dict[str, Any]:
     for x in ranks:
         kill(x.p)
         x.p.wait(10)
-    row["freed"] = wait_for(lambda: not any(used_mib(g) for g in range(2)), SETTLED_S)
+    row["freed"] = wait_for(lambda: not any(used_mib(g) for g in range(size)), SETTLED_S)
     row["recovered"] = settled()[1]
     return row
 

@@ -2,7 +2,7 @@
 
 MODEL has a tokenizer; if its model is no mixture of experts, a small one with that tokenizer is made below $OUT, with random weights. Each of CYCLES (5): the
 engines idle, one of them or both with a request in flight; other processes on both GPUs meanwhile, a request sent to each engine; then the same text and logprobs.
-Ends itself after LIMIT_S (280). With GPUCKPT_SIMULATE it runs against tests/vllm_tree, on two simulated GPUs: that tries the script, and nothing else.
+Ends itself after LIMIT_S (280). ``RANKS=4``: each engine on two GPUs. With GPUCKPT_SIMULATE it runs against tests/vllm_tree, on two simulated GPUs: that tries the script, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ words = sys.argv[1:]
 extra = words[words.index("--") + 1 :] if "--" in words else []
 words = words[: words.index("--")] if "--" in words else words
 source, cycles = Path(words[0]), int(words[1]) if len(words) > 1 else 5
-PORT, GPUS, ENGINES, STEP_S = 8127, (0, 1), (0, 1), 60.0
+RANKS = int(os.environ.get("RANKS", "2"))
+PORT, GPUS, ENGINES, STEP_S = 8127, tuple(range(RANKS)), (0, 1), 60.0
 FLIGHT_S = 1.5 if SIMULATED else 4.0  # how long the requests shall take that are in flight when the suspend comes
 BUSY: tuple[tuple[int, ...], ...] = ((), (0, 1), (1,))  # the engines with a request in flight, in turn
 EXPERTS = {
@@ -34,7 +35,7 @@ EXPERTS = {
     "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 3072, "moe_intermediate_size": 512, "num_experts": 16, "num_experts_per_tok": 4,
     "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001, "output_router_logits": False,
 }  # fmt: skip
-r = Results("vllm_dp")
+r = Results("vllm_dp" if RANKS == 2 else f"vllm_dp_{RANKS}")
 log = OUT / "vllm_dp.log"
 log.write_text("")
 budget = Budget(r, float(os.environ.get("LIMIT_S", "280")), lambda: tail(log))
@@ -142,10 +143,10 @@ try:
 
     ours = ["-dp", "2", "--enable-expert-parallel", "--port", str(PORT)]
     if SIMULATED:
-        command = [sys.executable, "-m", "vllm.serve", "-tp", "1", *ours]
+        command = [sys.executable, "-m", "vllm.serve", "-tp", str(RANKS // 2), *ours]
         environ |= {"PYTHONPATH": str(HERE.parent / "vllm_tree"), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     else:
-        ours += ["--host", "127.0.0.1", "--load-format", "dummy", "--served-model-name", "m", "--max-model-len", "4096"]
+        ours += ["-tp", str(RANKS // 2), "--disable-custom-all-reduce", "--host", "127.0.0.1", "--load-format", "dummy", "--served-model-name", "m", "--max-model-len", "4096"]
         ours += ["--max-num-seqs", "16", "--cudagraph-capture-sizes", "1", "2", "4", "8", "16"]
         if "--gpu-memory-utilization" not in extra:
             ours += ["--gpu-memory-utilization", "0.08"]

@@ -1,8 +1,8 @@
-"""`vllm serve -tp 2`, suspended and resumed by its pid, through its agents: same answers, two empty GPUs. usage: vllm_tp2.py MODEL [CYCLES] [-- VLLM ARGS]
+"""`vllm serve -tp N`, suspended and resumed by its pid, through its agents: same answers, empty GPUs. usage: RANKS=N vllm_tp2.py MODEL [CYCLES] [-- VLLM ARGS]
 
-CYCLES (10) with the driver moving all memory; with `-- --enable-sleep-mode` half as many more with vLLM's allocator moving its own first. ``EXEC=1``: under
+N is 2 if it is not said, and the result is vllm_tpN.json. CYCLES (10) with the driver moving all memory; with `-- --enable-sleep-mode` half as many more with vLLM's allocator moving its own first. ``EXEC=1``: under
 `gpuckpt exec`, that is with the preload library. Prints what gpuckpt relies on in vLLM first. Stops at the first cycle that fails, and after LIMIT_S seconds in any case; whatever it
-started ends with it. With GPUCKPT_SIMULATE it runs against tests/vllm_tree, on two simulated GPUs: that tries the script, and nothing else.
+started ends with it. With GPUCKPT_SIMULATE it runs against tests/vllm_tree, on simulated GPUs: that tries the script, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ extra = words[words.index("--") + 1 :] if "--" in words else []
 words = words[: words.index("--")] if "--" in words else words
 model, cycles = words[0], int(words[1]) if len(words) > 1 else 10
 LIMIT_S = float(os.environ.get("LIMIT_S", "540"))
-START_S, STEP_S, PORT, GPUS = 240.0, 120.0, 8125, (0, 1)
+RANKS = int(os.environ.get("RANKS", "2"))
+START_S, STEP_S, PORT, GPUS = 240.0, 120.0, 8125, tuple(range(RANKS))
 FLIGHT_S = 1.5 if SIMULATED else 5.0  # how long the request shall take that is in flight when the suspend comes
 begun = time.monotonic()
 started: list[subprocess.Popen[Any]] = []
@@ -54,7 +55,7 @@ for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
 watchdog = threading.Timer(LIMIT_S, lambda: (print(f"FAIL after {LIMIT_S:g} s: the script's own limit", flush=True), end()))
 watchdog.daemon = True
 watchdog.start()
-r = Results("vllm_tp2")
+r = Results(f"vllm_tp{RANKS}")
 
 # 1. What is relied upon, by name.
 if not SIMULATED:
@@ -93,7 +94,7 @@ def long(tokens: int) -> int:
 
 
 def tail(n: int = 2500) -> str:
-    return open(OUT / "vllm_tp2.log").read()[-n:]
+    return open(OUT / f"{r.name}.log").read()[-n:]
 
 
 def fresh() -> tuple[list[str], list[Any]]:
@@ -106,7 +107,7 @@ def steps(document: dict[str, Any]) -> dict[str, float]:
     return {s["name"]: s["seconds"] for s in document.get("steps", [])}
 
 
-ours = ["-tp", "2", "--disable-custom-all-reduce"]
+ours = ["-tp", str(RANKS), "--disable-custom-all-reduce"]
 if "fuse_allreduce_rms" not in " ".join(extra):
     ours += ["--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
 if "--gpu-memory-utilization" not in extra:
@@ -117,24 +118,24 @@ environ = {**os.environ, **environment, "VLLM_SERVER_DEV_MODE": "1"}
 if os.environ.get("EXEC"):
     command = ["gpuckpt", "exec", "--", *command]
 if SIMULATED:
-    command = [sys.executable, "-m", "vllm.serve", "-tp", "2", "--port", str(PORT), *[w for w in extra if w == "--enable-sleep-mode"]]
+    command = [sys.executable, "-m", "vllm.serve", "-tp", str(RANKS), "--port", str(PORT), *[w for w in extra if w == "--enable-sleep-mode"]]
     environ |= {"PYTHONPATH": str(HERE.parent / "vllm_tree"), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 r.note("command", command)
 try:
-    server = start(command, stdout=open(OUT / "vllm_tp2.log", "w"), stderr=subprocess.STDOUT, env=environ)
+    server = start(command, stdout=open(OUT / f"{r.name}.log", "w"), stderr=subprocess.STDOUT, env=environ)
     while True:
         try:
             http("/health", timeout=2)
             break
         except Exception:  # noqa: BLE001 - until it answers
             if server.poll() is not None or time.monotonic() - begun > START_S:
-                r.check("vllm serve -tp 2 came up", False, tail())
+                r.check("it came up", False, tail())
                 raise SystemExit from None
             time.sleep(0.5)
     r.note("start_s", round(time.monotonic() - begun, 1))
     fresh()
     computed, reference = fresh(), complete()
-    r.check("a server of two GPUs answers twice alike", fresh() == computed and complete() == reference, [used_mib(g) for g in GPUS])
+    r.check("it answers twice alike, computed anew and out of its prefix cache", fresh() == computed and complete() == reference, [used_mib(g) for g in GPUS])
     t = time.monotonic()
     r.check("a long request", long(256) == 256)
     flight = min(3500, int(256 * FLIGHT_S / (time.monotonic() - t)))
@@ -144,7 +145,7 @@ try:
     code, plan, seconds = gpuckpt("suspend", server.pid, "--dry-run", timeout=60)
     seen = {"seconds": seconds, "error": plan.get("error"), "plan": plan.get("plan"), "hazards": plan.get("hazards"), "processes": plan.get("processes")}
     names = [s["name"] for s in ((plan.get("plan") or {}).get("steps") or [])]
-    if not r.check("dry run: both workers, by their agents, nothing in the way", code == 0 and not plan["plan"]["refused"] and "comms" in names and len(plan["processes"]) == 2, seen):
+    if not r.check("dry run: all workers, by their agents, nothing in the way", code == 0 and not plan["plan"]["refused"] and "comms" in names and len(plan["processes"]) == RANKS, seen):
         raise SystemExit
     r.note("running_mib", [used_mib(g) for g in GPUS])
 
@@ -195,7 +196,7 @@ try:
             r.note("log", tail(6000))
             print(tail(), flush=True)
             break
-    r.check(f"{len(wanted)} cycles: same text and logprobs, both GPUs empty and filled meanwhile, no request lost", len(rows) == len(wanted) and not any(c.startswith("cycle ") for c in r.document["checks"]))
+    r.check(f"{len(wanted)} cycles: same text and logprobs, GPUs empty and filled meanwhile, no request lost", len(rows) == len(wanted) and not any(c.startswith("cycle ") for c in r.document["checks"]))
     whole = [x for x in rows if x.get("resume") == 0]
     for method in dict.fromkeys(x["method"] for x in whole):
         mine = [x for x in whole if x["method"] == method]
@@ -205,7 +206,7 @@ try:
         r.check("a request was in flight at a suspend", any(x["in_flight"] for x in whole) or cycles < 2, [x["in_flight"] for x in whole])
     if cycles > 5:
         r.note("slope_running_mib", [slope([float(x["running_mib"][g]) for x in whole[1:cycles]]) for g in GPUS])
-    r.note("log_complaints", [line[:300] for line in open(OUT / "vllm_tp2.log") if "ERROR" in line or "No available shared memory" in line][-10:])
+    r.note("log_complaints", [line[:300] for line in open(OUT / f"{r.name}.log") if "ERROR" in line or "No available shared memory" in line][-10:])
 
     # 5. It ends in order.
     t = time.monotonic()
