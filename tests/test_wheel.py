@@ -88,7 +88,7 @@ def test_without_a_compiler(tree: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_pythons_that_it_says() -> None:
-    """Only one is here. Of the others: what was taken out of their standard library is not imported."""
+    """What was taken out of their standard library is not imported."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     versions = {c.rpartition(" ")[2] for c in project["classifiers"] if c.startswith("Programming Language :: Python :: ")}
     assert (project["requires-python"], versions) == (">=3.11", {"3.11", "3.12", "3.13"})
