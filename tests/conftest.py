@@ -30,6 +30,7 @@ from tests.simulated_bench import Bench
 COMMAND = str(Path(sys.executable).parent / "gpuckpt")
 SIMTARGET = [sys.executable, "-m", "gpuckpt.driver.simtarget"]
 DEADLINE_S = 20.0
+BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 MEMINFO = "MemTotal: {} kB\nMemAvailable: {} kB\n"
 
 
@@ -335,9 +336,27 @@ def _letter(pid: int) -> str:
 
 
 @pytest.fixture(scope="session")
-def nccl_fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built_once(tmp_path_factory: pytest.TempPathFactory) -> BuiltOnce:
+    """A folder by its name, filled by whoever needs it first of all that test at the same time."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def build(name: str, fill: Callable[[Path], object]) -> Path:
+        with open(base / f"{name}.lock", "a+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not lock.tell():
+                (base / name).mkdir()
+                fill(base / name)
+                lock.write("built")
+        return base / name
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def nccl_fakes(built_once: BuiltOnce) -> Path:
     """The folder of the fake copies of libnccl."""
-    return compile_fakes(tmp_path_factory.mktemp("nccl"))
+    return built_once("nccl", compile_fakes)
 
 
 @pytest.fixture
@@ -356,9 +375,9 @@ def signals_as_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(built_once: BuiltOnce) -> Path:
     """The program under test with the preload library, its libcuda, and other preload libraries."""
-    return image_machine.build(tmp_path_factory.mktemp("image") / "built")
+    return built_once("image", image_machine.build)
 
 
 @pytest.fixture
