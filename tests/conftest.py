@@ -365,6 +365,12 @@ def nccl_run(nccl_fakes: Path, tmp_path: Path) -> Callable[..., Any]:
     return lambda code, **environ: program(nccl_fakes, tmp_path / "nccl.log", code, environ)
 
 
+def pytest_configure() -> None:
+    """Ctrl-C reaches the commands under test, also where a shell put the tests into its background and so ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def signals_as_they_were() -> Iterator[None]:
     """A command leaves signals ignored when it is done; run inside a test it would leave them so for every test after it."""
