@@ -342,9 +342,9 @@ def built_once(tmp_path_factory: pytest.TempPathFactory) -> BuiltOnce:
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def build(name: str, fill: Callable[[Path], object]) -> Path:
-        with open(base / f"{name}.lock", "a+") as lock:
+        with open(base / f"{name}.lock", "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not lock.tell():
+            if not os.fstat(lock.fileno()).st_size:
                 (base / name).mkdir()
                 fill(base / name)
                 lock.write("built")
