@@ -140,7 +140,7 @@ def run(
     try:
         from gpuckpt.supervisor.supervise import Options
     except ImportError as e:
-        fail_to_run(as_json, errors.Usage(f"gpuckpt run needs {e.name}, which is not installed", hint="pip install 'gpuckpt[serve]'"))
+        fail_to_run(as_json, errors.Usage(f"{e.name} is not installed, and a run needs it", hint="pip install 'gpuckpt[serve]'"))
     from gpuckpt.supervisor import adopt, places, vllm
     from gpuckpt.supervisor.admin import read_token
     from gpuckpt.supervisor.model import Policy
@@ -243,7 +243,7 @@ def _supervise(prepared: vllm.Prepared, options: Options, place: Place, log_form
     for text in prepared.warnings:
         warn(text)
     for what in prepared.changes.values():
-        logging.getLogger("gpuckpt.run").info("vllm: %s", what)
+        logging.getLogger("gpuckpt.run").info("changed: %s", what)
     return asyncio.run(supervise(options, prepared, place))
 
 

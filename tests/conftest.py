@@ -30,6 +30,7 @@ from tests.simulated_bench import Bench
 COMMAND = str(Path(sys.executable).parent / "gpuckpt")
 SIMTARGET = [sys.executable, "-m", "gpuckpt.driver.simtarget"]
 DEADLINE_S = 20.0
+BuiltOnce = Callable[[str, Callable[[Path], object]], Path]
 MEMINFO = "MemTotal: {} kB\nMemAvailable: {} kB\n"
 
 
@@ -335,15 +336,39 @@ def _letter(pid: int) -> str:
 
 
 @pytest.fixture(scope="session")
-def nccl_fakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built_once(tmp_path_factory: pytest.TempPathFactory) -> BuiltOnce:
+    """A folder by its name, filled by whoever needs it first of all that test at the same time."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def build(name: str, fill: Callable[[Path], object]) -> Path:
+        with open(base / f"{name}.lock", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.fstat(lock.fileno()).st_size:
+                (base / name).mkdir()
+                fill(base / name)
+                lock.write("built")
+        return base / name
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def nccl_fakes(built_once: BuiltOnce) -> Path:
     """The folder of the fake copies of libnccl."""
-    return compile_fakes(tmp_path_factory.mktemp("nccl"))
+    return built_once("nccl", compile_fakes)
 
 
 @pytest.fixture
 def nccl_run(nccl_fakes: Path, tmp_path: Path) -> Callable[..., Any]:
     """Runs a program with the fake copies of libnccl; keywords are its environment."""
     return lambda code, **environ: program(nccl_fakes, tmp_path / "nccl.log", code, environ)
+
+
+def pytest_configure() -> None:
+    """Ctrl-C reaches the commands under test, also where a shell put the tests into its background and so ignores it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
@@ -356,9 +381,9 @@ def signals_as_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(built_once: BuiltOnce) -> Path:
     """The program under test with the preload library, its libcuda, and other preload libraries."""
-    return image_machine.build(tmp_path_factory.mktemp("image") / "built")
+    return built_once("image", image_machine.build)
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def build(folder: Path, binding: str = "now") -> Path:
         pytest.fail("the tests of the preload library compile C: install gcc")
     if preload.library() is None:
         pytest.fail("gpuckpt was installed without its preload library; install it again, now that there is a compiler")
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     cuda = folder / "libcuda.so.1"
     commands = [
         [*SHARED, f"-Wl,-soname,libcuda.so.1,-z,{binding}", "-o", cuda, HERE / "image_libcuda.c", "-lpthread"],

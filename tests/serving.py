@@ -211,7 +211,8 @@ class Stage:
 
     @property
     def environ(self) -> dict[str, str]:
-        ours = {"GPUCKPT_RUNTIME_DIR": str(self.runtime)}
+        # aiohttp reads every certificate of the machine when it is imported, and here nobody speaks TLS.
+        ours = {"GPUCKPT_RUNTIME_DIR": str(self.runtime), "SSL_CERT_FILE": os.devnull}
         return {**{k: v for k, v in self.machine.environ.items() if k != "VLLM_API_KEY"}, **ours}
 
     def run(self, *options: str, fake: tuple[str, ...] = (), name: str = "m", **environ: str) -> Serving:

@@ -116,6 +116,7 @@ def test_the_second_ctrl_c_leaves_it(machine: Machine) -> None:
     (row,) = machine.gpuckpt("status", target.pid).document["processes"]
     assert (row["state"], row["note"].split(" by ")[0]) == ("in-flight", "checkpoint")
     eventually(lambda: target.state is State.CHECKPOINTED, "the driver ends it")
+    machine.slow(0.0)
     result = machine.gpuckpt("recover")
     assert (result.code, result.states) == (0, {target.pid: "running"})
     assert target.unharmed()

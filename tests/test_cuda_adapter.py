@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from cuda.bindings import driver
 
+from tests.conftest import BuiltOnce
+
 OLD = "GPU-7169aa65-1559-2e37-e6d5-d5a2b7e6c033"
 NEW = "GPU-00112233-4455-6677-8899-aabbccddeeff"
 
@@ -47,19 +49,18 @@ def compile_fake(folder: Path, *flags: str) -> Path:
     if shutil.which("gcc") is None:
         pytest.fail("the tests of the CUDA adapter compile a fake libcuda: install gcc")
     source = Path(__file__).with_name("fake_libcuda.c")
-    folder.mkdir()
     subprocess.run(["gcc", "-Wall", "-Werror", "-shared", "-fPIC", *flags, "-o", folder / "libcuda.so.1", source, "-ldl"], check=True)
     return folder
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_fake(tmp_path_factory.mktemp("cuda") / "fake")
+def library(built_once: BuiltOnce) -> Path:
+    return built_once("cuda", compile_fake)
 
 
 @pytest.fixture(scope="session")
-def library_before_570(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_fake(tmp_path_factory.mktemp("cuda") / "old", "-DOLD")
+def library_before_570(built_once: BuiltOnce) -> Path:
+    return built_once("cuda-before-570", lambda folder: compile_fake(folder, "-DOLD"))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from gpuckpt.image import preload
 from gpuckpt.model import State
-from tests.conftest import Machine, Target, eventually
+from tests.conftest import BuiltOnce, Machine, Target, eventually
 from tests.image_machine import SHARED
 from tests.memory_machine import Fault
 from tests.schedules import Player, Proc, Schedule, Step
@@ -25,10 +25,9 @@ pytestmark = pytest.mark.skipif(bool(preload.problem()), reason="installed witho
 
 
 @pytest.fixture(scope="session")
-def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = tmp_path_factory.mktemp("disk") / "failing_disk.so"
-    subprocess.run([*SHARED, "-o", built, Path(__file__).with_name("failing_disk.c"), "-ldl"], check=True)
-    return built
+def double(built_once: BuiltOnce) -> Path:
+    gcc = [*SHARED, Path(__file__).with_name("failing_disk.c"), "-ldl"]
+    return built_once("disk", lambda folder: subprocess.run([*gcc, "-o", folder / "failing_disk.so"], check=True)) / "failing_disk.so"
 
 
 @pytest.fixture

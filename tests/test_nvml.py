@@ -15,6 +15,7 @@ import pytest
 from gpuckpt import errors
 from gpuckpt.driver.nvml import NvmlDevices
 from gpuckpt.model import MIB, Gpu
+from tests.conftest import BuiltOnce
 
 FIRST, SECOND = (f"GPU-0000000{index}-0000-0000-0000-000000000000" for index in range(2))
 
@@ -35,14 +36,12 @@ else:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library(built_once: BuiltOnce) -> Path:
     """A folder with the fake in it."""
     if shutil.which("gcc") is None:
         pytest.fail("the tests of the NVML adapter compile a fake libnvidia-ml: install gcc")
-    folder = tmp_path_factory.mktemp("nvml")
-    source = Path(__file__).with_name("fake_nvml.c")
-    subprocess.run(["gcc", "-Wall", "-Werror", "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
-    return folder
+    gcc = ["gcc", "-Wall", "-Werror", "-shared", "-fPIC", Path(__file__).with_name("fake_nvml.c")]
+    return built_once("nvml", lambda folder: subprocess.run([*gcc, "-o", folder / "libnvidia-ml.so.1"], check=True))
 
 
 def ask(library: Path, question: str, *how: str, **fake: object) -> Any:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,9 @@ def test_an_adoption_that_fails_leaves_the_child_alone(stage: Stage) -> None:
     assert stage.run("--listen", "0").complete_when_it_listens(id=1).status == 200
 
 
-def test_the_same_name_at_once_after_kill_9_ten_times(stage: Stage) -> None:
+def test_the_same_name_at_once_after_kill_9(stage: Stage) -> None:
     """Case 20: XTLS/Xray-core#5028, vllm-project/vllm#9737"""
-    for _ in range(10):
+    for _ in range(3):
         run = stage.run().awake()
         run.process.kill()
         run.process.wait()
@@ -332,6 +333,7 @@ def test_a_driver_call_that_hangs_does_not_hang_the_gate(stage: Stage) -> None:
     while order.poll() is None:
         assert run.get("/v1/models").status == 200
         assert run.get("/health").status in (200, 503)
+        time.sleep(0.02)
     document = json.loads(order.communicate()[0])
     assert (order.returncode, document["error"]["code"]) == (3, "in-flight")
     assert run.facts["state"] == "failed"

@@ -153,6 +153,13 @@ def test_the_dry_run_starts_nothing(machine: Machine) -> None:
     assert (document["dry_run"], document["adapter"], document["environment"]) == (True, "vllm", {"VLLM_SERVER_DEV_MODE": "1"})
 
 
+def test_what_a_run_needs_and_is_not_installed(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "aiohttp.py").write_text("raise ModuleNotFoundError(name='aiohttp')")
+    result = machine.gpuckpt("run", "--", "true", json=False, PYTHONPATH=str(tmp_path))
+    assert result.code == 125
+    assert "aiohttp is not installed, and a run needs it\n  try: pip install 'gpuckpt[serve]'" in result.stderr
+
+
 @pytest.mark.skipif(bool(preload.problem()), reason="installed without a compiler")
 def test_the_preload_library(machine: Machine) -> None:
     """Any command gets it, before what the user preloads; it can be left out."""

@@ -6,14 +6,13 @@ import asyncio
 import json
 import random
 import resource
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
 
 import aiohttp
 
-from tests.conftest import COMMAND, eventually
+from tests.conftest import eventually
 from tests.serving import Stage, stage
 
 __all__ = ["stage"]
@@ -89,10 +88,7 @@ def test_whatever_happens_every_error_is_json_that_a_client_understands(stage: S
                     call, result = dice.choice([("lock", "NOT_READY"), ("checkpoint", "UNKNOWN")])
                     await asyncio.to_thread(stage.machine.world.add_fault, call, result=result)
                 case command:
-                    order = await asyncio.create_subprocess_exec(
-                        COMMAND, command, "m", env=stage.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-                    )
-                    await order.wait()
+                    await asyncio.to_thread(run.ask, command)
 
     async def both() -> None:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:

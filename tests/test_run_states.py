@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -143,13 +144,14 @@ def test_requests_at_every_moment_of_a_suspend_and_resume(stage: Stage) -> None:
     stage.machine.slow(0.02)
     run = stage.run(fake=("--slow-sleep", "0.1", "--slow-wake", "0.1")).awake()
     for n in range(8):
-        order = subprocess.Popen([COMMAND, "suspend", "m"], env=stage.environ, stdout=subprocess.DEVNULL)
-        clients = []
-        for k in range(6):
-            time.sleep(0.02 * n)
-            clients.append(run.begin(id=f"{n}.{k}"))
-        assert [c.result().json["id"] for c in clients] == [f"{n}.{k}" for k in range(6)]
-        assert order.wait() == 0
+        with ThreadPoolExecutor(1) as pool:
+            order = pool.submit(run.ask, "suspend")
+            clients = []
+            for k in range(6):
+                time.sleep(0.02 * n)
+                clients.append(run.begin(id=f"{n}.{k}"))
+            assert [c.result().json["id"] for c in clients] == [f"{n}.{k}" for k in range(6)]
+            assert order.result()["ok"]
     assert not run.notes("computed asleep")
 
 

@@ -21,7 +21,7 @@ MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MEASURED_BYTES = 256 * MIB
 ROOM_TO_MEASURE = GIB
-_COMPILE = "install a C compiler (gcc), then pip install --force-reinstall --no-deps --no-cache-dir gpuckpt from its source"
+_COMPILE = "install a C compiler (gcc), then in the sources of gpuckpt: pip install --force-reinstall --no-deps --no-cache-dir ."
 
 
 def host_memory(subject: Subject) -> Iterator[Check]:
