@@ -169,7 +169,7 @@ try:
     r.note("tokens_in_flight", flight)
     code, plan, _ = gpuckpt("suspend", server.pid, "--dry-run", timeout=60)
     names = [s["name"] for s in ((plan.get("plan") or {}).get("steps") or [])]
-    fine = code == 0 and not plan["plan"]["refused"] and "comms" in names and len(plan["processes"]) == 2
+    fine = code == 0 and not plan["plan"]["refused"] and "comms" in names and len(plan["processes"]) == RANKS
     if not r.check("dry run: both engines, by their agents, nothing in the way", fine, plan):
         raise SystemExit
     r.note("running_mib", [used_mib(g) for g in GPUS])
