@@ -50,10 +50,17 @@ struct job {
     struct moved *moved;
 };
 
+struct part { /* of a piece, on its way through a slot */
+    const struct piece *piece;
+    char *host;
+    size_t nbytes; /* 0: nothing is under way */
+};
+
 struct hand { /* of a worker: two slots, so that one is copied by the GPU while the other is by the CPU */
     struct job *job;
-    unsigned number;
+    unsigned number, slot; /* the one that is next */
     cu_stream streams[2];
+    struct part parts[2];
     char *stage; /* registered; NULL: there is none */
 };
 
@@ -188,58 +195,80 @@ static bool begin(struct hand *hand, const struct piece *piece, size_t offset, c
     return result == CU_OK || fail(hand->job, DRIVER_FAILED, down ? "cuMemcpyDtoHAsync" : "cuMemcpyHtoDAsync", result, piece);
 }
 
-/* What is under way in the slot is over. */
 static bool over(struct hand *hand, const struct piece *piece, unsigned slot)
 {
     cu_result result = cu.cuStreamSynchronize(hand->streams[slot]);
     return result == CU_OK || fail(hand->job, DRIVER_FAILED, "cuStreamSynchronize", result, piece);
 }
 
+static char *stage_of(struct hand *hand, unsigned slot)
+{
+    return hand->stage + slot * (stages[hand->number].nbytes / 2);
+}
+
+/* What is under way in the slot is over when this returns, and where it belongs if it returns true. */
+static bool settle(struct hand *hand, unsigned slot)
+{
+    struct part part = hand->parts[slot];
+    if (!part.nbytes)
+        return true;
+    hand->parts[slot].nbytes = 0;
+    if (!over(hand, part.piece, slot))
+        return false;
+    if (hand->job->down)
+        copy_out(part.host, stage_of(hand, slot), part.nbytes);
+    atomic_fetch_add(&hand->job->copied, part.nbytes);
+    return true;
+}
+
+/* Begin to copy a piece, part by part. The last ones may be under way still: the next piece goes on from there. */
 static bool staged(struct hand *hand, const struct piece *piece, char *host)
 {
-    size_t most = stages[hand->number].nbytes / 2, part = tuning.part < most ? tuning.part : most;
-    size_t parts = (piece->nbytes + part - 1) / part;
-    bool going = true;
-    for (size_t n = 0; n <= parts && going; n++) {
-        unsigned slot = n % 2;
-        char *stage = hand->stage + slot * part, *other = hand->stage + !slot * part;
-        size_t at = n * part, left = n < parts ? piece->nbytes - at : 0, nbytes = left < part ? left : part;
-        if (hand->job->down) { /* this part comes into its slot while the one before is copied out of the other */
-            if (nbytes)
-                going = begin(hand, piece, at, stage, nbytes, slot);
-            if (n && going && (going = over(hand, piece, !slot)))
-                copy_out(host + at - part, other, n == parts ? piece->nbytes - (at - part) : part);
-        } else if (nbytes && (going = over(hand, piece, slot))) { /* the part before goes while this one is copied into its slot */
-            memcpy(stage, host + at, nbytes);
-            going = begin(hand, piece, at, stage, nbytes, slot);
-        }
+    size_t most = stages[hand->number].nbytes / 2, size = tuning.part < most ? tuning.part : most, nbytes;
+    for (size_t at = 0; at < piece->nbytes; at += nbytes) {
+        unsigned slot = hand->slot;
+        char *stage = stage_of(hand, slot);
+        nbytes = piece->nbytes - at < size ? piece->nbytes - at : size;
+        if (!settle(hand, slot))
+            return false;
+        if (!hand->job->down)
+            memcpy(stage, host + at, nbytes); /* the part before is copied by the GPU meanwhile */
+        if (!begin(hand, piece, at, stage, nbytes, slot))
+            return false;
+        hand->parts[slot] = (struct part){piece, host + at, nbytes};
+        hand->slot = !slot;
+        if (hand->job->down && !settle(hand, !slot)) /* the part before is copied out while the GPU copies this one */
+            return false;
     }
-    /* Waited for in any case: what is under way must not meet memory that is no longer registered. */
-    bool first = over(hand, piece, 0), second = over(hand, piece, 1);
-    return going && first && second;
+    return true;
 }
 
 static bool pageable(struct hand *hand, const struct piece *piece, char *host)
 {
     bool begun = begin(hand, piece, 0, host, piece->nbytes, 0), done = over(hand, piece, 0);
-    if (begun && done)
-        atomic_fetch_add(&hand->job->pageable, piece->nbytes);
-    return begun && done;
+    if (!begun || !done)
+        return false;
+    atomic_fetch_add(&hand->job->pageable, piece->nbytes);
+    atomic_fetch_add(&hand->job->copied, piece->nbytes);
+    return true;
 }
 
 static void copy_pieces(struct hand *hand)
 {
     struct job *job = hand->job;
     size_t at;
-    while (!atomic_load(&job->stop) && (at = atomic_fetch_add(&job->next, 1)) < job->count) {
+    bool going = true;
+    while (going && !atomic_load(&job->stop) && (at = atomic_fetch_add(&job->next, 1)) < job->count) {
         struct piece *piece = &job->pieces[at];
         char *host = piece->block->host + piece->offset;
         if (atomic_load(&leaving))
-            fail(job, LEAVING, "", 0, piece);
-        else if ((!job->down || piece->block->touched || touch(job, piece, host)) &&
-                 (hand->stage ? staged : pageable)(hand, piece, host))
-            atomic_fetch_add(&job->copied, piece->nbytes);
+            going = fail(job, LEAVING, "", 0, piece);
+        else
+            going = (!job->down || piece->block->touched || touch(job, piece, host)) && (hand->stage ? staged : pageable)(hand, piece, host);
     }
+    /* Waited for in any case: what is under way must not meet memory that is no longer registered. */
+    settle(hand, hand->slot);
+    settle(hand, !hand->slot);
 }
 
 static void *work(void *argument)
