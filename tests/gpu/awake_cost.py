@@ -22,6 +22,7 @@ from typing import Any
 
 from job import Budget, kill, tail
 from lab import HERE, OUT, SIMULATED, Results, gpuckpt, used_mib, wait_for
+from make_model import load_format
 
 words = sys.argv[1:]
 extra = words[words.index("--") + 1 :] if "--" in words else []
@@ -37,7 +38,7 @@ budget = Budget(r, float(os.environ.get("LIMIT_S", "560")), lambda: tail(log))
 made = json.loads(subprocess.run(["gpuckpt", "env", "--vllm", "--json"], capture_output=True, text=True, check=True, timeout=60).stdout)
 settings: dict[str, str] = made["environment"]
 SUSPENDABLE = ["--disable-custom-all-reduce", "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
-COMMON = ["-tp", "2", "--port", str(PORT), "--host", "127.0.0.1", "--load-format", "dummy", "--served-model-name", "m", "--max-model-len", "4096"]
+COMMON = ["-tp", "2", "--port", str(PORT), "--host", "127.0.0.1", *load_format(model), "--served-model-name", "m", "--max-model-len", "4096"]
 COMMON += ["--max-num-seqs", str(STREAMS), "--cudagraph-capture-sizes", "1", "2", "4", "8", "16", "32", "64", "--gpu-memory-utilization", "0.5"]
 
 

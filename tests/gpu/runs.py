@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lab import HERE, OUT, SIMULATED, Results
+from make_model import load_format
 
 PROMPTS = [list(range(100, 140)), list(range(900, 1100)), [5, 6, 7]]
 #: A program that fills what is free of the GPU, computes on it, and says how many MiB it had and the card has.
@@ -139,7 +140,7 @@ class Run:
 
     def __init__(self, name: str, model: str, port: int, *options: str, vllm: list[str]) -> None:
         self.name, self.port = name, port
-        serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--load-format", "dummy", "--served-model-name", "m"]
+        serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *load_format(model), "--served-model-name", "m"]
         serve += ["--max-model-len", "4096", *vllm]
         if SIMULATED:
             serve = [sys.executable, str(HERE.parent / "fake_vllm.py"), "serve", model, "--log", str(OUT / f"fake_{name}.log"), *vllm]

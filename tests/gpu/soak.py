@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 from lab import HERE, OUT, SIMULATED, Results, Rounds, fill, gpuckpt, left_s, limit, slope, used_mib
+from make_model import load_format
 
 PORT = 8125
 PROMPTS = [list(range(100, 140)), list(range(900, 1100)), [5, 6, 7]]
@@ -52,7 +53,7 @@ class Server:
     """`vllm serve`, or the fake one."""
 
     def __init__(self, model: str, extra: list[str]) -> None:
-        words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--load-format", "dummy", "--served-model-name", "m"]
+        words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *load_format(model), "--served-model-name", "m"]
         words += ["--max-model-len", "4096", "--enable-sleep-mode", *extra]
         if SIMULATED:
             words = [sys.executable, str(HERE.parent / "fake_vllm.py"), "serve", model, "--log", str(OUT / "fake.log"), *extra]

@@ -12,6 +12,7 @@ import urllib.request
 from typing import Any
 
 from lab import OUT, Results, fill, free_mib, gpuckpt, used_mib
+from make_model import load_format
 
 words = sys.argv[1:]
 extra = words[words.index("--") + 1 :] if "--" in words else []
@@ -38,7 +39,7 @@ def complete() -> tuple[list[str], list[Any]]:
 log = open(OUT / "vllm.log", "w")
 begun = time.monotonic()
 server = subprocess.Popen(
-    [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", "8123", "--host", "127.0.0.1", "--load-format", "dummy",
+    [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", "8123", "--host", "127.0.0.1", *load_format(model),
      "--served-model-name", "m", "--max-model-len", "4096", *extra],
     stdout=log, stderr=subprocess.STDOUT, start_new_session=True, stdin=subprocess.DEVNULL,
 )

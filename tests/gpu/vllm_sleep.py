@@ -20,6 +20,7 @@ from typing import Any
 
 import vllm_contract
 from lab import HERE, OUT, SIMULATED, Results, gpuckpt, used_mib
+from make_model import load_format
 
 words = sys.argv[1:]
 extra = words[words.index("--") + 1 :] if "--" in words else []
@@ -145,7 +146,7 @@ def tail(n: int = 3000) -> str:
     return open(OUT / "vllm_sleep.log").read()[-n:]
 
 
-command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(PORT), "--host", "127.0.0.1", "--load-format", "dummy"]
+command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(PORT), "--host", "127.0.0.1", *load_format(model)]
 command += ["--served-model-name", "m", "--max-model-len", "4096", "--enable-sleep-mode", *extra]
 # The dev endpoints are for the script: to compare like with like, and to put the server to sleep by its own call.
 environ = {**os.environ, "GPUCKPT_AGENT": "1", "VLLM_SERVER_DEV_MODE": "1", "GPUCKPT_POOL": "1" if pooled else ""}

@@ -21,6 +21,7 @@ from typing import Any
 import vllm_contract
 from job import Asking, by_rank, fill
 from lab import HERE, OUT, SIMULATED, Results, gpuckpt, slope, used_mib
+from make_model import load_format
 
 words = sys.argv[1:]
 extra = words[words.index("--") + 1 :] if "--" in words else []
@@ -113,7 +114,7 @@ if "fuse_allreduce_rms" not in " ".join(extra):
 if "--gpu-memory-utilization" not in extra:
     ours += ["--gpu-memory-utilization", "0.08"]
 command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(PORT), "--host", "127.0.0.1"]
-command += ["--load-format", "dummy", "--served-model-name", "m", "--max-model-len", "4096", *ours, *extra]
+command += [*load_format(model), "--served-model-name", "m", "--max-model-len", "4096", *ours, *extra]
 environ = {**os.environ, **environment, "VLLM_SERVER_DEV_MODE": "1"}
 if os.environ.get("EXEC"):
     command = ["gpuckpt", "exec", "--", *command]
