@@ -262,12 +262,12 @@ def spawn(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["setpriv", "--pdeathsig", "KILL", *words], stdin=subprocess.DEVNULL, **options)
 
 
-def lease(timeout_s: float = 60.0) -> tuple[subprocess.Popen[bytes], Path]:
-    """Another program on the whole GPU, under a lease; and the file that it writes to."""
+def lease(timeout_s: float = 60.0, *, trains: bool = False) -> tuple[subprocess.Popen[bytes], Path]:
+    """Another program on the whole GPU, under a lease: one that writes to all of it, or *trains* on it; and the file that it writes to."""
     path = OUT / "lease.log"
     with open(path, "w") as file:
-        script = SIMULATED_FILLER if SIMULATED else FILLER
-        words = ["gpuckpt", "lease", "--gpu", "0", "--timeout", f"{timeout_s:.0f}s", "--", sys.executable, "-c", script]
+        script = ["-c", SIMULATED_FILLER] if SIMULATED else [str(HERE / "trainer.py")] if trains else ["-c", FILLER]
+        words = ["gpuckpt", "lease", "--gpu", "0", "--timeout", f"{timeout_s:.0f}s", "--", sys.executable, *script]
         programs.append(spawn(words, stdout=file, stderr=subprocess.STDOUT))
     return programs[-1], path
 
