@@ -236,6 +236,16 @@ def test_what_stands_ready_for_the_resume_may_die(stage: Stage) -> None:
     eventually(lambda: not any(alive(p) for p in ready), "it ends with its supervisor")
 
 
+def test_what_suspends_stands_ready_while_the_server_goes_to_sleep(stage: Stage) -> None:
+    run = stage.run(fake=("--slow-sleep", "1")).awake()
+    with subprocess.Popen([COMMAND, "suspend", "m"], env=stage.environ, stdout=subprocess.DEVNULL) as order:
+        eventually(lambda: run.notes("sleep"), "the server is told to sleep")
+        (ready,) = operations(run)
+        assert not run.became("suspended")
+        assert order.wait(20) == 0
+    eventually(lambda: not alive(ready) and len(operations(run)) == 1, "it did that, and another stands ready for the resume")
+
+
 def test_a_worker_can_be_asked_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a resume is that had others make room first."""
     monkeypatch.setenv("GPUCKPT_SIMULATE", str(machine.world.path))

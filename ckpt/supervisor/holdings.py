@@ -41,7 +41,7 @@ class Holdings:
         self.dropped_bytes = 0  # what the server gave up when it went to sleep, and kept nowhere
         self._needed_bytes = 0  # what the last suspend took, or would have taken
         self._worker: Worker | None = None
-        self._ready: Process | None = None  # waits for the next resume
+        self._ready: Process | None = None  # waits for the next suspend or resume
 
     async def look(self) -> None:
         """Learn what it holds, awake."""
@@ -131,9 +131,9 @@ class Holdings:
         return await self._run("room", wait_s=wait_s, worker=worker)
 
     async def get_ready(self) -> None:
-        """Start what the next resume will take, so that who then waits for it need not wait for that."""
+        """Start what the next suspend or resume will take, so that who then waits for it need not wait for that."""
         if self._ready is None or self._ready.returncode is not None:
-            with contextlib.suppress(OSError):  # then the resume starts its own
+            with contextlib.suppress(OSError):  # then it starts its own
                 self._ready = await ready()
 
     async def close(self) -> None:
@@ -183,7 +183,7 @@ class Holdings:
     ) -> Report:
         await self.let_go()
         self._worker = mine = worker or Worker()
-        if command == "resume" and self._ready is not None and self._ready.returncode is None:
+        if command in ("suspend", "resume") and self._ready is not None and self._ready.returncode is None:
             mine.process, self._ready = self._ready, None
         try:
             return await mine.run(

@@ -209,6 +209,7 @@ class Run:
                     await self._drain(order)
                 self._enter(RunState.SUSPENDING)
                 slept = True
+                await self.holdings.get_ready()  # while the server goes to sleep
                 with order.step("sleep"):
                     await self.holdings.sleep(self.server)
             report = await self.holdings.suspend()
