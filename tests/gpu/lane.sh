@@ -1,0 +1,23 @@
+#!/bin/bash
+# One GPU of several, as if the machine had no other: lane.sh GPU COMMAND ARGS…   (needs root and util-linux)
+#
+# So scripts for one GPU can run side by side on a machine of several. The command has a session, a cgroup and a /dev of its own, in which
+# that GPU's node alone is there, and the driver's libraries are told not to make the others anew. Host memory, its bandwidth and the CPUs are shared.
+set -e
+gpu=$1
+shift
+exec setsid -w unshare --mount --propagation private bash -e -c '
+gpu=$1; shift
+dev=$(mktemp -d); mount -t tmpfs -o mode=755 lane "$dev"
+for path in /dev/*; do
+    name=${path##*/}
+    case $name in nvidia[0-9]*) [ "$name" = "nvidia$gpu" ] || continue ;; esac
+    if [ -L "$path" ]; then cp -P "$path" "$dev/"
+    elif [ -d "$path" ]; then mkdir "$dev/$name"; mount --rbind "$path" "$dev/$name"
+    else touch "$dev/$name"; mount --bind "$path" "$dev/$name"; fi
+done
+mount --rbind "$dev" /dev
+parameters=$(mktemp); sed "s/ModifyDeviceFiles: 1/ModifyDeviceFiles: 0/" /proc/driver/nvidia/params > "$parameters"
+mount --bind "$parameters" /proc/driver/nvidia/params
+if mkdir -p "/sys/fs/cgroup/lane$gpu" 2> /dev/null; then echo $$ > "/sys/fs/cgroup/lane$gpu/cgroup.procs"; fi
+exec "$@"' lane "$gpu" "$@"
