@@ -76,6 +76,7 @@ class Torch:
             synchronize=self._synchronize,
             empty_cache=self.empty_cache,
             graph=self.graph,
+            CUDAGraph=type("CUDAGraph", (Graph,), {"torch": self}),
             get_allocator_backend=lambda: self.backend,
             is_available=lambda: self.gpus,
         )
@@ -121,16 +122,12 @@ class Torch:
 
     @contextlib.contextmanager
     def graph(self, graph: Any, pool: int | None = None, stream: Any = None) -> Iterator[None]:
-        graph.pool, graph.stream, graph.torch = pool, stream, self
-        route = (threading.get_ident(), self.device, pool or 0)
-        if pool is not None:
-            self.pools[pool].uses += 1
-            self.routes.append(route)
+        graph.stream, graph.torch = stream, self
+        graph.capture_begin(*([] if pool is None else [pool]), capture_error_mode="global")
         try:
             yield
         finally:
-            if pool is not None:
-                self.routes.remove(route)
+            graph.capture_end()
 
     def _synchronize(self, device: int | None = None) -> None:
         self.synchronised += 1
@@ -176,6 +173,20 @@ class Graph:
 
     pool: int | None = None
     torch: Torch
+    route = (0, 0, 0)
+
+    def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode
+        self.pool = pool
+        if pool is not None:
+            assert self.torch.pools[pool].uses, "a pool that is gone: torch would begin one of its own under this id, without our allocator"
+            self.torch.pools[pool].uses += 1
+            self.route = (threading.get_ident(), self.torch.device, pool)
+            self.torch.routes.append(self.route)
+
+    def capture_end(self) -> None:
+        if self.pool is not None:
+            self.torch.routes.remove(self.route)
 
     def reset(self) -> None:
         if self.pool is not None:

@@ -205,16 +205,25 @@ def test_a_pool_alone_leaves_the_rest(machine: Machine) -> None:
 
 @pytest.mark.parametrize("problem", ["", "torch sees no GPU"])
 def test_a_pool_of_ours_in_place_of_vllms_allocator(machine: Machine, problem: str) -> None:
-    """By pid and by the server's own endpoints; where the pool cannot be had vLLM has its own."""
+    """By pid and by the server's own endpoints, its graphs and workspaces with it; where the pool cannot be had vLLM has its own."""
     server = serve(machine, *ALONE, GPUCKPT_POOL="1", FAKE_POOL="1", FAKE_POOL_PROBLEM=problem)
+    kept = WEIGHTS + (0 if problem else 2 * GIB)  # a GiB of graphs, and one of workspace
     reference = server.ask("first")
     down, _ = cycle(server)
     assert ("gpuckpt.pool" in down.document["method"]["why"]) is (problem == "")
-    assert down.document["processes"][0]["moved"] == {"kept_bytes": WEIGHTS, "dropped_bytes": CACHE}
+    assert down.document["processes"][0]["moved"] == {"kept_bytes": kept, "dropped_bytes": CACHE}
     assert server.ask("after") == reference
     server.ask_of_the_engine("sleep")
     assert machine.used() == REST
     assert "offload" not in steps(cycle(server)[0])
     server.ask_of_the_engine("wake_up")
     assert server.ask("at-last") == reference
-    assert machine.used() == WEIGHTS + CACHE + REST
+    assert machine.used() == kept + CACHE + REST
+
+
+def test_graphs_that_cannot_be_had_stay_with_torch(machine: Machine) -> None:
+    server = serve(machine, *ALONE, GPUCKPT_POOL="1", FAKE_POOL="1", FAKE_POOL_GRAPHS="no")
+    reference = server.ask("first")
+    down, _ = cycle(server)
+    assert down.document["processes"][0]["moved"] == {"kept_bytes": WEIGHTS + GIB, "dropped_bytes": CACHE}
+    assert server.ask("after") == reference

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -106,3 +109,125 @@ def test_vllms_memory_in_the_pool(gpu: Gpu, torch: Torch, cache_dtype: str) -> N
         assert where()["kv_cache"] == "discarded"
         allocator.wake_up(None)
     assert set(where().values()) == {"gpu"}
+
+
+class Platform:
+    """vLLM's, as far as it is hooked."""
+
+    def graph_pool_handle(self) -> Any:
+        return "torch's own"
+
+    def get_global_graph_pool(self) -> Any:
+        return self.graph_pool_handle()
+
+
+class Workspaces:
+    torch: Torch
+
+    def __init__(self) -> None:
+        self._current_workspaces: list[Any] = [None]
+
+    def _ensure_workspace_size(self, required_bytes: int) -> Any:
+        had = self._current_workspaces[0]
+        if had is None or had.nbytes < required_bytes:
+            self._current_workspaces[0] = had = None
+            self.torch.empty_cache()
+            self._current_workspaces[0] = self.torch.empty(required_bytes)
+        return self._current_workspaces[0]
+
+
+@pytest.fixture
+def vllm(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Classes of its own for each test, since they are changed."""
+    found = SimpleNamespace(Platform=type("Platform", (Platform,), {}), WorkspaceManager=type("Workspaces", (Workspaces,), {"torch": torch}))
+    for name, cls in ((vllm_pool.PLATFORM, "Platform"), (vllm_pool.WORKSPACE, "WorkspaceManager")):
+        module = ModuleType(name)
+        setattr(module, cls, getattr(found, cls))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(vllm_pool, "_taken", None)
+    vllm_pool._take.cache_clear()
+    return found
+
+
+def test_vllms_graphs_are_in_the_pool_and_every_sleep_keeps_them(gpu: Gpu, torch: Torch, vllm: SimpleNamespace) -> None:
+    """Of whoever asks the platform for the graph pool; those that are only measured have one of their own."""
+    platform, cuda = vllm.Platform(), torch.module.cuda
+    assert platform.get_global_graph_pool() == "torch's own", "not before vLLM has taken the pool"
+    allocator = vllm_pool._take()
+    assert allocator is not None
+    with allocator.use_memory_pool(tag="weights"):  # its wrappers are made while its weights are loaded, and it ends with a trim
+        handle = platform.get_global_graph_pool()
+        weights = torch.empty(GRANULARITY)
+    assert vllm.Platform().get_global_graph_pool() == handle
+    assert platform.graph_pool_handle() == "torch's own"
+    with allocator.use_memory_pool(tag="kv_cache"):
+        cache = torch.empty(GRANULARITY)
+    with cuda.graph(cuda.CUDAGraph(), pool=handle):
+        constant = torch.empty(GRANULARITY).copy_(b"constant")
+        with pytest.raises(pool.PoolError, match="inside the tag 'cudagraph'"):
+            allocator.sleep(offload_tags=("weights",))
+    memory = vllm_memory.InPool(worker())
+    seen = memory.describe()
+    assert (seen["kept_bytes"], seen["dropped_bytes"]) == (2 * GRANULARITY, GRANULARITY)
+    memory.announce(True)
+    memory.forgotten = True
+    memory.offload()
+    assert where() == {"weights": "host", "kv_cache": "discarded", "cudagraph": "host"}
+    memory.onload()
+    assert constant.content().startswith(b"constant")
+    for level in (("weights",), ()):  # as /sleep?level= does, and /wake_up?tags=
+        allocator.sleep(offload_tags=level)
+        assert where()["cudagraph"] == "host"
+        allocator.wake_up(["weights"])
+        assert where() == {"weights": "gpu", "kv_cache": "discarded", "cudagraph": "gpu"}
+        assert constant.content().startswith(b"constant")
+        allocator.wake_up(["kv_cache"])
+    assert set(where().values()) == {"gpu"}
+    assert (weights.nbytes, cache.nbytes) == (GRANULARITY, GRANULARITY)
+
+
+def test_vllms_workspaces_are_kept_and_the_smaller_ones_given_back(gpu: Gpu, torch: Torch, vllm: SimpleNamespace) -> None:
+    allocator = vllm_pool._take()
+    assert allocator is not None
+    workspaces = vllm.WorkspaceManager()
+    for size in (1, 3, 5):
+        assert workspaces._ensure_workspace_size(size * GRANULARITY).nbytes == size * GRANULARITY
+    assert [(s.tag, s.bytes) for s in pool.stats()] == [("runtime", 5 * GRANULARITY)]
+    emptied = torch.caches_emptied
+    workspaces._ensure_workspace_size(GRANULARITY)
+    assert torch.caches_emptied == emptied, "one that is large enough costs a look"
+    with pool.tag("weights"):  # no time for a trim; it goes to its own tag all the same
+        for size in (6, 7):
+            workspaces._ensure_workspace_size(size * GRANULARITY)
+    assert {(s.tag, s.bytes) for s in pool.stats()} == {("runtime", 13 * GRANULARITY)}
+    workspaces._current_workspaces[0].copy_(b"scratch")
+    allocator.sleep(offload_tags=())
+    assert [(s.tag, s.bytes, s.where) for s in pool.stats()] == [("runtime", 7 * GRANULARITY, "host")]
+    allocator.wake_up(["weights"])
+    assert workspaces._current_workspaces[0].content().startswith(b"scratch")
+
+
+@pytest.mark.parametrize("lack", ["the method", "the module", "torch's method", "workspaces"])
+def test_a_vllm_that_is_not_as_known(
+    gpu: Gpu, torch: Torch, vllm: SimpleNamespace, lack: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning, and graphs stay where torch has them; weights and KV cache are in the pool all the same."""
+    if lack == "the method":
+        vllm.Platform = sys.modules[vllm_pool.PLATFORM].Platform = type("Platform", (), {})  # type: ignore[attr-defined]
+    elif lack == "the module":
+        monkeypatch.setitem(sys.modules, vllm_pool.PLATFORM, None)
+    elif lack == "torch's method":
+        torch.module.cuda.CUDAGraph = type("CUDAGraph", (), {})
+    else:
+        monkeypatch.setitem(sys.modules, vllm_pool.WORKSPACE, None)
+    with caplog.at_level(logging.WARNING, "vllm.gpuckpt"):
+        allocator = vllm_pool._take()
+        assert vllm_pool._take() is allocator is not None
+    what = "workspaces" if lack == "workspaces" else "graphs"
+    assert [f"vLLM's {what} stay where torch has them" in r.getMessage() for r in caplog.records] == [True]
+    if hasattr(vllm.Platform, "get_global_graph_pool"):
+        assert (vllm.Platform().get_global_graph_pool() == "torch's own") is (what == "graphs")
+    with allocator.use_memory_pool(tag="weights"):
+        weights = torch.empty(GRANULARITY)
+    assert where() == {"weights": "gpu"}
+    assert weights.nbytes

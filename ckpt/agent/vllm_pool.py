@@ -1,8 +1,17 @@
 """``gpuckpt.pool`` as the allocator of vLLM's sleep mode, where ``GPUCKPT_POOL=1`` asks for it beside ``GPUCKPT_AGENT=1``.
 
 vLLM (0.26) takes its allocator from ``vllm.device_allocator.get_mem_allocator_instance``, wherever it allocates, sleeps or wakes up, by
-its own endpoints too. In its place stands :class:`PoolAllocator`, with vLLM's tags "weights" and "kv_cache". Graphs and the rest stay
-where torch has them. Not yet run on a GPU.
+its own endpoints too. In its place stands :class:`PoolAllocator`, with vLLM's tags "weights" and "kv_cache".
+
+With it come, under tags that every sleep keeps in host memory:
+
+- "cudagraph": the graphs of ``current_platform.get_global_graph_pool``, which all of vLLM's wrappers and managers ask for the id of their
+  graph pool (FULL, PIECEWISE, breakable, micro-batched, the speculator's), and pass on to its PyNccl. Captures that are only measured, and
+  those of an encoder for images, have pools of their own by ``graph_pool_handle``, and stay outside.
+- "runtime": the scratch of ``WorkspaceManager``, each a tensor of its own that grows until vLLM serves.
+
+The rest stays where torch has it, for reasons that docs/pool.md has. The server with the pool started and answered on a GPU; graphs and
+workspaces in it have not yet run on one.
 """
 
 from __future__ import annotations
@@ -18,6 +27,8 @@ from typing import Any
 
 VARIABLE = "GPUCKPT_POOL"
 DROPPABLE = frozenset({"weights", "kv_cache"})
+RUNTIME = "runtime"
+PLATFORM, WORKSPACE = "vllm.platforms.interface", "vllm.v1.worker.workspace"
 
 log = logging.getLogger("vllm.gpuckpt")
 
@@ -87,4 +98,40 @@ def _take() -> PoolAllocator | None:
         log.warning("%s=1 has no effect, vLLM's own allocator is used: %s", VARIABLE, why)
         return None
     _taken = PoolAllocator(pool)
+    for what, hook_them in (("graphs", _hook_graphs), ("workspaces", _hook_workspaces)):
+        try:
+            hook_them(pool)
+        except (ImportError, AttributeError, RuntimeError) as e:
+            log.warning("vLLM's %s stay where torch has them, and are not in gpuckpt's pool: %s", what, e)
     return _taken
+
+
+def _hook_graphs(pool: Any) -> None:
+    """Before anything of this worker has asked for a graph pool: its first wrapper is made while its weights are loaded."""
+    cls = importlib.import_module(PLATFORM).Platform
+    own, handle = cls.get_global_graph_pool, pool.graph_pool()
+    if handle is None:
+        return
+
+    @functools.wraps(own)
+    def get_global_graph_pool(_: Any) -> Any:
+        return handle
+
+    cls.get_global_graph_pool = get_global_graph_pool
+
+
+def _hook_workspaces(pool: Any) -> None:
+    cls = importlib.import_module(WORKSPACE).WorkspaceManager
+    own = cls._ensure_workspace_size
+
+    @functools.wraps(own)
+    def _ensure_workspace_size(manager: Any, required_bytes: int) -> Any:
+        if all(w is not None and w.nbytes >= required_bytes for w in getattr(manager, "_current_workspaces", ())):
+            return own(manager, required_bytes)
+        with pool.tag(RUNTIME):
+            workspace = own(manager, required_bytes)
+        with contextlib.suppress(RuntimeError):  # somebody is inside a tag: the smaller one is given back later
+            pool.trim()
+        return workspace
+
+    cls._ensure_workspace_size = _ensure_workspace_size

@@ -39,6 +39,7 @@ __all__ = [
     "copy_",
     "cuda_graph",
     "drop_graphs",
+    "graph_pool",
     "problem",
     "sleep",
     "stats",
@@ -81,6 +82,17 @@ def cuda_graph(graph: Any, **options: Any) -> Iterator[None]:
         return
     with tags.cuda_graph(graph, **options):
         yield
+
+
+def graph_pool() -> Any:
+    """The id of that graph pool on this thread's current device, for code that captures by itself and takes one, as ``torch.cuda.graph(g, pool=…)``.
+
+    None where tags do nothing. The id holds as long as the process: the memory of graphs that are gone stays in the pool for the next
+    capture, and :func:`drop_graphs` does not free it. From now on each capture in this process, into whatever pool, is seen: until it ends,
+    :func:`sleep` is refused, and while "cudagraph" is asleep none begins (:class:`PoolError`).
+    """
+    tags = _ready()
+    return None if tags is None else tags.graph_pool()
 
 
 def sleep(

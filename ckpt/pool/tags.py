@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import threading
@@ -60,6 +61,8 @@ class Tags:
         self._lock = threading.RLock()
         self._open: list[tuple[str, str]] = []  # (thread, tag)
         self._inside = threading.local()
+        self._lent: set[tuple[str, int]] = set()  # others know these pools by their ids, so they stay
+        self._captures: dict[int, contextlib.ExitStack] = {}  # by the graph's id(): those that somebody else makes
 
     # Allocating.
 
@@ -78,14 +81,52 @@ class Tags:
         """``torch.cuda.graph(graph, **options)`` with its memory under the tag "cudagraph": one pool for all captures of a device."""
         if "pool" in options:
             raise ValueError("pool.cuda_graph has a graph pool of its own, which all captures share: leave pool= out")
-        with self._entered(CUDAGRAPH) as pool, self._unrouted(), self._torch.cuda.graph(graph, pool=pool.id, **options):
-            self._inside.capture = True
-            self.allocator.capturing(True)
+        with self._entered(CUDAGRAPH) as pool, self._unrouted(), self._torch.cuda.graph(graph, pool=pool.id, **options), self._capturing():
+            yield
+
+    def graph_pool(self) -> Any:
+        """The id of the pool of :meth:`cuda_graph`, for captures by code that takes an id: it holds for ever. Those captures are seen."""
+        with self._lock:
+            self._watch_captures()
+            pool = self._pool(CUDAGRAPH)
+            self._lent.add((CUDAGRAPH, self._torch.cuda.current_device()))
+            return pool.id
+
+    def _watch_captures(self) -> None:
+        """Know of each capture in this process, whoever makes it: torch begins and ends them all by two methods."""
+        cls = self._torch.cuda.CUDAGraph
+        begin, end = cls.capture_begin, cls.capture_end
+        if hasattr(begin, VARIABLE):
+            return
+
+        @functools.wraps(begin)
+        def capture_begin(graph: Any, *args: Any, **options: Any) -> None:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._entered(CUDAGRAPH))
+                stack.enter_context(self._capturing())
+                begin(graph, *args, **options)
+                self._captures[id(graph)] = stack.pop_all()
+
+        @functools.wraps(end)
+        def capture_end(graph: Any) -> None:
             try:
-                yield
+                end(graph)
             finally:
-                self.allocator.capturing(False)
-                self._inside.capture = False
+                self._captures.pop(id(graph), contextlib.ExitStack()).close()
+
+        setattr(capture_begin, VARIABLE, True)
+        cls.capture_begin, cls.capture_end = capture_begin, capture_end
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """This thread captures a graph: all that it allocates is the graph's, and nothing waits for the GPU."""
+        self._inside.capture = True
+        self.allocator.capturing(True)
+        try:
+            yield
+        finally:
+            self.allocator.capturing(False)
+            self._inside.capture = False
 
     @contextlib.contextmanager
     def _routed(self, pool: Any, device: int) -> Iterator[None]:
@@ -188,13 +229,14 @@ class Tags:
     def let_go(self) -> None:
         """Let torch free what it holds of our pools and does not use: now, and later when more of it is freed."""
         for key, pool in list(self._pools.items()):
-            if pool.use_count() == 1:  # else graphs have it
+            if pool.use_count() == 1 and key not in self._lent:  # else graphs have it, or will
                 del self._pools[key]
                 _let_die(pool)
         self._torch.cuda.empty_cache()
 
     def drop_graphs(self) -> None:
-        """Let go of the graph pools, for captures to begin afresh. Raises :class:`PoolError` while graphs hold one, or it is asleep."""
+        """Let go of the graph pools, for captures to begin afresh, but for those that are lent. Raises :class:`PoolError` while graphs hold
+        one, or it is asleep."""
         if CUDAGRAPH in self.asleep():
             raise PoolError("the memory of graphs is asleep: wake it first")
         for (name, device), pool in self._pools.items():

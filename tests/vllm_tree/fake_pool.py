@@ -36,6 +36,15 @@ class Pool:
         self.blocks[handle[2]] = AllocationData(handle, self.name)
         return handle[2]
 
+    def graph_pool(self) -> Any:
+        if os.environ.get("FAKE_POOL_GRAPHS") == "no":
+            raise RuntimeError("torch's CUDAGraph has no capture_begin")
+        return SimpleNamespace(allocate=self._allocate_for_graphs)
+
+    def _allocate_for_graphs(self, size: int) -> int:
+        with self.tag("cudagraph"):
+            return self.allocate(size)
+
     def trim(self) -> int:
         return 0
 
@@ -49,13 +58,13 @@ class Pool:
         assert not set(offload) & set(discard)
         for address, block in self.blocks.items():
             if not block.is_asleep:
-                block.cpu_backup_tensor = cumem.DEVICE[address] if block.tag in offload else None
+                block.cpu_backup_tensor = None if block.tag in discard else cumem.DEVICE[address]
                 cumem.unmap_and_release(block.handle)
                 block.is_asleep = True
 
     def wake(self, tags: Collection[str] | None = None) -> None:
         for address, block in self.blocks.items():
-            if block.is_asleep and (tags is None or block.tag in tags):
+            if block.is_asleep and (tags is None or block.tag in {*tags, "cudagraph", "runtime"}):
                 cumem.create_and_map(block.handle)
                 cumem.DEVICE[address] = block.cpu_backup_tensor or cumem.DEVICE[address]
                 block.is_asleep = False

@@ -13,7 +13,9 @@ from gpuckpt.driver.simulated_comms import SimulatedCommunicator, SimulatedCommu
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 from vllm import device_allocator
 from vllm.device_allocator import cumem
+from vllm.platforms.interface import current_platform
 from vllm.plugins import load_general_plugins
+from vllm.v1.worker.workspace import WorkspaceManager
 
 GIB = 1 << 30
 
@@ -63,6 +65,14 @@ class Worker:
             for tag, size in (("weights", 4 * GIB), ("kv_cache", 8 * GIB)):
                 with device_allocator.get_mem_allocator_instance().use_memory_pool(tag=tag):
                     self.blocks.append(cumem.allocate(size))
+        self.constants: list[int] = []  # addresses of what captured graphs read, where that is not torch's own memory
+        if hasattr(graphs := current_platform.get_global_graph_pool(), "allocate"):
+            self.constants.append(graphs.allocate(GIB))
+        workspaces = WorkspaceManager()
+        for _ in range(2):
+            workspace = workspaces._ensure_workspace_size(GIB)
+        if workspace.address:
+            self.constants.append(workspace.address)
 
     def post_kv_cache_wake_up(self) -> None:
         (self.world.path / "woken").touch()
@@ -81,7 +91,7 @@ class Worker:
         weights, cache = self.blocks
         if prefills:
             cumem.DEVICE[cache] = hashlib.sha256(cumem.DEVICE[weights]).digest()
-        return cumem.DEVICE[weights] + cumem.DEVICE[cache]
+        return b"".join(cumem.DEVICE[at] for at in (weights, cache, *self.constants))
 
     def stuck(self) -> bool:
         """A kernel without end, for as long as the test wants."""

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.device_allocator import cumem
+
+
+class WorkspaceManager:
+    def __init__(self) -> None:
+        self._current_workspaces: list[Any] = [None]
+
+    def _ensure_workspace_size(self, required_bytes: int) -> Any:
+        """In the pool of the innermost context; torch's own memory is not simulated."""
+        had = self._current_workspaces[0]
+        if had is None or had.nbytes < required_bytes:
+            address = cumem.ROUTES[-1].allocate(required_bytes) if cumem.ROUTES else 0
+            self._current_workspaces[0] = SimpleNamespace(nbytes=required_bytes, address=address)
+        return self._current_workspaces[0]
