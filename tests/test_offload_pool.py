@@ -207,17 +207,22 @@ def test_vllms_workspaces_are_kept_and_the_smaller_ones_given_back(gpu: Gpu, tor
     assert workspaces._current_workspaces[0].content().startswith(b"scratch")
 
 
-@pytest.mark.parametrize("lack", ["the method", "the module", "torch's method", "workspaces"])
+@pytest.mark.parametrize("lack", ["the method", "the module", "torch's method", "workspaces", "custom all-reduce"])
 def test_a_vllm_that_is_not_as_known(
     gpu: Gpu, torch: Torch, vllm: SimpleNamespace, lack: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning, and graphs stay where torch has them; weights and KV cache are in the pool all the same."""
+    """Or has its graphs registered with peers: one warning, and they stay where torch has them; weights and KV cache are in the pool all the same."""
     if lack == "the method":
         vllm.Platform = sys.modules[vllm_pool.PLATFORM].Platform = type("Platform", (), {})  # type: ignore[attr-defined]
     elif lack == "the module":
         monkeypatch.setitem(sys.modules, vllm_pool.PLATFORM, None)
     elif lack == "torch's method":
         torch.module.cuda.CUDAGraph = type("CUDAGraph", (), {})
+    elif lack == "custom all-reduce":
+        group = SimpleNamespace(device_communicator=SimpleNamespace(ca_comm=SimpleNamespace(disabled=False)))
+        state = ModuleType("vllm.distributed.parallel_state")
+        state._groups = {"tp:0": lambda: group}  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, state.__name__, state)
     else:
         monkeypatch.setitem(sys.modules, vllm_pool.WORKSPACE, None)
     with caplog.at_level(logging.WARNING, "vllm.gpuckpt"):

@@ -70,6 +70,7 @@ def hook() -> None:
     """Offer the pool to vLLM, if it is asked for; whether it can be had is seen when vLLM first wants an allocator, in its worker."""
     if os.environ.get(VARIABLE) != "1":
         return
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # as the pool does with its first tag, which is too late: vLLM's communicators are there
     module = importlib.import_module("vllm.device_allocator")
     own = module.get_mem_allocator_instance
     if hasattr(own, VARIABLE):
@@ -109,6 +110,9 @@ def _take() -> PoolAllocator | None:
 def _hook_graphs(pool: Any) -> None:
     """Before anything of this worker has asked for a graph pool: its first wrapper is made while its weights are loaded."""
     cls = importlib.import_module(PLATFORM).Platform
+    if name := _who_registers_graphs():
+        why = "registers the memory of graphs with its peers by CUDA IPC, which does not take the pool's: start vLLM with"
+        raise RuntimeError(f"the custom all-reduce of group {name} {why} --disable-custom-all-reduce")
     own, handle = cls.get_global_graph_pool, pool.graph_pool()
     if handle is None:
         return
@@ -118,6 +122,16 @@ def _hook_graphs(pool: Any) -> None:
         return handle
 
     cls.get_global_graph_pool = get_global_graph_pool
+
+
+def _who_registers_graphs() -> str:
+    from gpuckpt.nccl.communicators import vllm_groups
+
+    for name, group in vllm_groups(sys.modules):
+        used = getattr(getattr(group, "device_communicator", None), "ca_comm", None)
+        if used is not None and not getattr(used, "disabled", False):
+            return name
+    return ""
 
 
 def _hook_workspaces(pool: Any) -> None:

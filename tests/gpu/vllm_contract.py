@@ -161,6 +161,100 @@ def checks_of_sleep(root: Path) -> dict[str, bool]:
     }
 
 
+#: Who captures graphs in vLLM, and in whose pool: the platform's one ("global"), or one of its own.
+_CAPTURES = {
+    "compilation/cuda_graph.py": "global",
+    "compilation/breakable_cudagraph.py": "global",
+    "v1/worker/gpu/cudagraph_utils.py": "global",
+    "v1/worker/gpu_ubatch_wrapper.py": "global",
+    "v1/worker/encoder_cudagraph.py": "own",
+    "v1/spec_decode/gemma4.py": "own",
+}
+
+
+def checks_of_graphs(root: Path) -> dict[str, bool]:
+    """What gpuckpt.agent.vllm_pool relies on, where graphs and workspaces are in gpuckpt's pool."""
+    platform = _Source(root / "platforms/interface.py")
+    wrapper, breakable = _Source(root / "compilation/cuda_graph.py"), _Source(root / "compilation/breakable_cudagraph.py")
+    manager, ubatch = _Source(root / "v1/worker/gpu/cudagraph_utils.py"), _Source(root / "v1/worker/gpu_ubatch_wrapper.py")
+    runner, runner2 = _Source(root / "v1/worker/gpu_model_runner.py"), _Source(root / "v1/worker/gpu/model_runner.py")
+    worker, pynccl = _Source(root / "v1/worker/gpu_worker.py"), _Source(root / "distributed/device_communicators/pynccl_allocator.py")
+    reduce, executor = _Source(root / "distributed/device_communicators/custom_all_reduce.py"), _Source(root / "v1/executor/abstract.py")
+    workspace = _Source(root / "v1/worker/workspace.py")
+    asks, own = "current_platform.get_global_graph_pool()", "current_platform.graph_pool_handle()"
+    measured = runner.body("GPUModelRunner", "profile_cudagraph_memory")
+    grows = workspace.body("WorkspaceManager", "_ensure_workspace_size")
+    load, init = worker.body("Worker", "load_model"), worker.body("Worker", "init_device")
+    made = [r.body("GPUModelRunner", "__init__") for r in (runner, runner2)]
+    captures = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if any(words in path.read_text(errors="replace") for words in (" torch.cuda.graph(", "with torch.cuda.graph(", ".capture_begin("))
+    }
+    speculators = "\n".join(path.read_text() for path in sorted((root / "v1/worker/gpu/spec_decode").rglob("*.py")))
+    return {
+        "Platform.get_global_graph_pool(self), and no platform has its own": platform.parameters("Platform", "get_global_graph_pool") == ["self"]
+        and sum("def get_global_graph_pool(" in path.read_text() for path in (root / "platforms").rglob("*.py")) == 1,
+        "only these files capture graphs": captures == set(_CAPTURES),
+        "FULL and PIECEWISE: CUDAGraphWrapper asks the platform": f"self.graph_pool = {asks}" in wrapper.body("CUDAGraphWrapper", "__init__")
+        and "pool=self.graph_pool," in wrapper.body("CUDAGraphWrapper", "__call__"),
+        "breakable: BreakableCUDAGraphWrapper asks the platform": f"self.graph_pool = {asks}" in breakable.body("BreakableCUDAGraphWrapper", "__init__")
+        and "BreakableCUDAGraphCapture(pool=self.graph_pool)" in breakable.body("BreakableCUDAGraphWrapper", "_capture"),
+        "its segments begin and end by torch.cuda.CUDAGraph's methods": all(
+            words in breakable.body("BreakableCUDAGraphCapture", "_begin_segment") for words in ("torch.cuda.CUDAGraph()", ".capture_begin(pool=self.pool)")
+        )
+        and ".capture_end()" in breakable.body("BreakableCUDAGraphCapture", "_end_segment"),
+        "the second model runner: CudaGraphManager asks the platform": f"self.pool = {asks}" in manager.body("CudaGraphManager", "__init__")
+        and "torch.cuda.graph(graph, self.pool)" in manager.body("CudaGraphManager", "capture"),
+        "speculators: their managers are CudaGraphManagers": "(CudaGraphManager)" in speculators
+        and not any(words in speculators for words in ("torch.cuda.graph(", "graph_pool_handle(")),
+        "micro-batches: UBatchWrapper has its wrapper's": "return self.cudagraph_wrapper.graph_pool" in ubatch.text
+        and "pool=self.graph_pool," in ubatch.body("UBatchWrapper", "_capture_ubatches"),
+        "NCCL's graph pool id follows: each of them tells it before it captures": all(
+            "set_graph_pool_id(self.graph_pool)" in body
+            for body in (
+                wrapper.body("CUDAGraphWrapper", "__call__"),
+                breakable.body("BreakableCUDAGraphWrapper", "_capture"),
+                ubatch.body("UBatchWrapper", "_capture_ubatches"),
+            )
+        )
+        and "def set_graph_pool_id(graph_pool_id" in pynccl.text,
+        "graphs that are only measured have a pool of their own, and the wrappers get theirs back": all(
+            words in measured
+            for words in (f"profiling_pool = {own}", "instance.graph_pool = profiling_pool", "instance.graph_pool = original_pools[id(instance)]")
+        ),
+        "an encoder's graphs have a pool of their own": f"encoder_graph_pool = {own}" in runner.body("GPUModelRunner", "capture_model"),
+        "the allocator is asked for before the model is loaded, on its device, with its groups": 0 <= load.find('tag="weights"') < load.find(".load_model(")
+        and "set_device_index(self.device)" in init
+        and "init_worker_distributed_environment(" in init,
+        "no graph pool is asked for before": all(made) and not any(words in body for body in made for words in ("CudaGraphManager(", "CUDAGraphWrapper(", "graph_pool")),
+        "custom all-reduce registers what graphs use, unless it is disabled": "registered=True" in reduce.body("CustomAllreduce", "custom_all_reduce")
+        and "self.disabled = " in reduce.text
+        and "get_graph_buffer_ipc_meta" in reduce.text,
+        "/wake_up knows two tags, and no others": 'self.sleeping_tags = {"weights", "kv_cache"}' in executor.text,
+        "WorkspaceManager._ensure_workspace_size(self, required_bytes), its one allocation": workspace.parameters("WorkspaceManager", "_ensure_workspace_size")
+        == ["self", "required_bytes"]
+        and "torch.empty(" in grows
+        and workspace.text.count("torch.empty(") == 1,
+        "_current_workspaces: tensors or None, let go before they grow": "self._current_workspaces: list[torch.Tensor | None]" in workspace.text
+        and 0 <= grows.find("self._current_workspaces[ubatch_id] = None") < grows.find("torch.empty("),
+    }
+
+
+def checks_of_torch(root: Path) -> dict[str, bool]:
+    """What gpuckpt.pool relies on in torch, to know of captures that others make."""
+    graphs, memory = _Source(root / "cuda/graphs.py"), _Source(root / "cuda/memory.py")
+    return {
+        "torch.cuda.CUDAGraph.capture_begin(self, pool, capture_error_mode, …)": graphs.parameters("CUDAGraph", "capture_begin")[:3]
+        == ["self", "pool", "capture_error_mode"],
+        "torch.cuda.CUDAGraph.capture_end(self)": graphs.parameters("CUDAGraph", "capture_end") == ["self"],
+        "torch.cuda.graph begins and ends by them": "self.cuda_graph.capture_begin(" in graphs.body("graph", "__enter__")
+        and "self.cuda_graph.capture_end()" in graphs.body("graph", "__exit__"),
+        "and takes the id of a pool": "pool" in graphs.parameters("graph", "__init__"),
+        "MemPool.id and use_count()": bool(memory.parameters("MemPool", "id")) and bool(memory.parameters("MemPool", "use_count")),
+    }
+
+
 def installed() -> dict[str, bool]:
     """What of gpuckpt this Python has."""
     found = [e for e in entry_points(group="vllm.general_plugins") if e.name == "gpuckpt"]
@@ -190,11 +284,19 @@ def vllm_root() -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
+def torch_root() -> Path | None:
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
 if __name__ == "__main__":
     where = Path(sys.argv[1]) if len(sys.argv) > 1 else vllm_root()
     if where is None:
         raise SystemExit("vLLM is not installed")
-    seen = {**checks(where), **checks_of_nccl(where), **checks_of_sleep(where), **checks_of_together(where), **checks_of_experts(where), **installed()}
+    parts = (checks, checks_of_nccl, checks_of_sleep, checks_of_graphs, checks_of_together, checks_of_experts)
+    seen = {what: ok for part in parts for what, ok in part(where).items()} | installed()
+    if torch := torch_root():
+        seen |= checks_of_torch(torch)
     for what, ok in seen.items():
         print("ok  " if ok else "FAIL", what)
     raise SystemExit(not all(seen.values()))

@@ -62,6 +62,8 @@ if not SIMULATED:
     root = vllm_contract.vllm_root()
     r.check("vLLM is installed", root is not None)
     assumptions = {**vllm_contract.checks(root), **vllm_contract.checks_of_sleep(root), **vllm_contract.installed()}  # type: ignore[arg-type]
+    if pooled:
+        assumptions |= {**vllm_contract.checks_of_graphs(root), **vllm_contract.checks_of_torch(vllm_contract.torch_root())}  # type: ignore[arg-type]
     broken = [what for what, ok in assumptions.items() if not ok]
     if not r.check("vLLM is as gpuckpt.agent.vllm_memory knows it", not broken, broken or len(assumptions)):
         r.finish()
@@ -178,6 +180,10 @@ try:
     names = [s["name"] for s in ((plan.get("plan") or {}).get("steps") or [])]
     seen = {"steps": names, "method": plan.get("method"), "error": plan.get("error"), "refused": (plan.get("plan") or {}).get("refused"), "movable": (plan.get("plan") or {}).get("movable")}
     r.check("by the allocator that was asked for", ("gpuckpt.pool" in json.dumps(plan.get("method"))) is (pooled and not SIMULATED), plan.get("method"))
+    if pooled and not SIMULATED:
+        tags = {t["tag"]: t["bytes"] >> 20 for m in (seen["movable"] or {}).values() for t in m["tags"]}
+        r.note("tags_mib", tags)
+        r.check("its graphs are in the pool", tags.get("cudagraph", 0) > 0, tags)
     if not r.check("dry run: an offload before the driver's calls", code == 0 and "offload" in names and not plan["plan"]["refused"], seen):
         r.note("log", tail(6000))
         raise SystemExit
