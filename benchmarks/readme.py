@@ -420,6 +420,53 @@ def pool() -> str:
     return "\n".join([*rows, "", f"{found['machine']['gpu']}, driver {found['machine']['driver']}; {words} ({source('pool', DOCS)})."])
 
 
+#: step of what_stays.py -> what it brought
+CLASSES = {
+    "context": "the context, with nothing in it",
+    "modules": "modules: the code of torch's kernels, loaded when they first run",
+    "pool": "768 MiB under tags of `gpuckpt.pool`, and the pool's own",
+    "cublas": "cuBLAS: its code and its workspaces",
+    "local memory": "local memory, for a kernel with 4 KiB of it a thread",
+    "graphs": "{} graph executables of {} nodes, their memory torch's own",
+    "graphs in the pool": "as many, their memory in the pool",
+    "nccl": "an NCCL communicator of one rank",
+}
+WAYS = {
+    "running": "takes",
+    "empty_cache": "left by `torch.cuda.empty_cache()`",
+    "sleep": "by `pool.sleep()`",
+    "pool": "by `suspend --method pool`",
+    "driver": "by `suspend`",
+}
+
+
+def what_stays() -> str:
+    """What each class adds to what a process holds, as it runs and after each way to empty it; in MiB."""
+    found = result("what_stays")
+    if found is None:
+        return "**Not yet run on a GPU**: [what_stays.py](../tests/gpu/what_stays.py) measures it, and its table will be here."
+    rows = [f"| MiB, by NVML | {' | '.join(WAYS.values())} |", "|---|" + "---|" * len(WAYS)]
+    before: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for step in found["steps"]:
+        held = {way: _held(step[way]) for way in WAYS if "card_mib" in step.get(way, {}) and not step[way].get("error")}
+        # where a way was not tried one step earlier, what it can have left then is all that ran
+        cells = [str(held[w] - before.get(w, before.get("running", 0))) if w in held else "" for w in WAYS]
+        rows.append(f"| {CLASSES[step['step']].format(*found['graphs'])} | {' | '.join(cells)} |")
+        before = {**held, "running": held.get("empty_cache", held["running"])}  # from there the process went on
+        last = held
+    rows.append(f"| **all of it** | {' | '.join(f'**{last[w]}**' if w in last else '' for w in WAYS)} |")
+    checks = [c["ok"] for c in found["checks"].values()]
+    on = f"{found['machine']['gpu']}, driver {found['machine']['driver']}, torch {found['machine']['versions'].get('torch', '?')}"
+    return "\n".join([*rows, "", f"{on}; {sum(checks)} of {len(checks)} checks pass ({source('what_stays', DOCS)})."])
+
+
+def _held(reading: dict[str, Any]) -> int:
+    """Of the process, where NVML lists it; else what the card has beyond what it had before."""
+    mine = reading["process_mib"]
+    return reading["card_mib"] if mine is None else mine
+
+
 DOCS = "../"
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "comparison": comparison, "tested": tested},
@@ -427,6 +474,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/how-it-works.md": {"added": added, "growth": growth, "killed": killed},
     "docs/pool.md": {"pool": pool},
     "docs/security.md": {"permissions": permissions, "containers": containers},
+    "docs/what-stays.md": {"what-stays": what_stays},
 }
 
 

@@ -109,6 +109,50 @@ def test_the_timeline_by_rank_has_a_bar_for_each_step_of_each_rank(monkeypatch: 
     assert not pictures["has_ranks"](document)
 
 
+def test_the_table_of_what_stays_needs_no_result_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell is what a class adds to the one above it; a way that was not tried before counts from all that ran then."""
+    readme = runpy.run_path(str(ROOT / "benchmarks/readme.py"))
+
+    def reading(mib: int, *, listed: bool = True) -> dict[str, int | None]:
+        return {"process_mib": mib if listed else None, "card_mib": mib}
+
+    steps = [
+        {"step": "context", "running": reading(500), "driver": reading(0, listed=False)},
+        {
+            "step": "pool",
+            "running": reading(1300),
+            "empty_cache": reading(1290),
+            "sleep": reading(520),
+            "pool": reading(521),
+            "driver": reading(0),
+        },
+        {
+            "step": "graphs",
+            "running": reading(1400),
+            "empty_cache": reading(1390),
+            "sleep": reading(600),
+            "pool": {"error": {}},
+            "driver": reading(0),
+        },
+    ]
+    document = {
+        "machine": {"gpu": "GPU", "driver": "1", "versions": {}},
+        "steps": steps,
+        "graphs": [64, 100],
+        "checks": {"a": {"ok": True}, "b": {"ok": False}},
+    }
+    monkeypatch.setitem(readme["what_stays"].__globals__, "result", lambda _: document)
+    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in readme["what_stays"]().splitlines()[2:6]]
+    assert lines == [
+        ["500", "", "", "", "0"],
+        ["800", "790", "20", "21", "0"],
+        ["110", "100", "80", "", "0"],
+        ["**1400**", "**1390**", "**600**", "", "**0**"],
+    ]
+    monkeypatch.setitem(readme["what_stays"].__globals__, "result", lambda _: None)
+    assert "Not yet run on a GPU" in readme["what_stays"]()
+
+
 def test_a_figure_of_another_run_is_noticed(tmp_path: Path) -> None:
     """The check of the figures can fail."""
     readme = runpy.run_path(str(ROOT / "benchmarks/readme.py"))

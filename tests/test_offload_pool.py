@@ -139,7 +139,9 @@ class Workspaces:
 @pytest.fixture
 def vllm(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Classes of its own for each test, since they are changed."""
-    found = SimpleNamespace(Platform=type("Platform", (Platform,), {}), WorkspaceManager=type("Workspaces", (Workspaces,), {"torch": torch}))
+    found = SimpleNamespace(
+        Platform=type("Platform", (Platform,), {}), WorkspaceManager=type("Workspaces", (Workspaces,), {"torch": torch})
+    )
     for name, cls in ((vllm_pool.PLATFORM, "Platform"), (vllm_pool.WORKSPACE, "WorkspaceManager")):
         module = ModuleType(name)
         setattr(module, cls, getattr(found, cls))
@@ -211,7 +213,7 @@ def test_vllms_workspaces_are_kept_and_the_smaller_ones_given_back(gpu: Gpu, tor
 def test_a_vllm_that_is_not_as_known(
     gpu: Gpu, torch: Torch, vllm: SimpleNamespace, lack: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or has its graphs registered with peers: one warning, and they stay where torch has them; weights and KV cache are in the pool all the same."""
+    """Or has its graphs registered with peers: one warning, they stay where torch has them, and weights and KV cache are in the pool."""
     if lack == "the method":
         vllm.Platform = sys.modules[vllm_pool.PLATFORM].Platform = type("Platform", (), {})  # type: ignore[attr-defined]
     elif lack == "the module":

@@ -303,7 +303,9 @@ def test_captures_of_others_are_seen(gpu: Gpu, torch: Torch) -> None:
     weights, address = under(torch, "weights", b"w"), gpu.malloc("mine")
     for options in ({"pool": handle}, {}):
         with cuda.graph(cuda.CUDAGraph(), **options):
-            with pytest.raises(PoolError, match="cannot sleep while something is allocated: thread 'MainThread' is inside the tag 'cudagraph'"):
+            with pytest.raises(
+                PoolError, match="cannot sleep while something is allocated: thread 'MainThread' is inside the tag 'cudagraph'"
+            ):
                 pool.sleep()
             with pool.tag("runtime"):  # as in pool.cuda_graph: all memory is the graph's
                 torch.empty(GRANULARITY)

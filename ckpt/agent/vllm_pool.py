@@ -70,7 +70,8 @@ def hook() -> None:
     """Offer the pool to vLLM, if it is asked for; whether it can be had is seen when vLLM first wants an allocator, in its worker."""
     if os.environ.get(VARIABLE) != "1":
         return
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # as the pool does with its first tag, which is too late: vLLM's communicators are there
+    # The pool sets it with its first tag, when vLLM's communicators are there and have read it.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     module = importlib.import_module("vllm.device_allocator")
     own = module.get_mem_allocator_instance
     if hasattr(own, VARIABLE):

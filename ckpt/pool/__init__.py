@@ -85,7 +85,7 @@ def cuda_graph(graph: Any, **options: Any) -> Iterator[None]:
 
 
 def graph_pool() -> Any:
-    """The id of that graph pool on this thread's current device, for code that captures by itself and takes one, as ``torch.cuda.graph(g, pool=…)``.
+    """The id of that graph pool on this thread's current device, for code that captures by itself: ``torch.cuda.graph(g, pool=…)``.
 
     None where tags do nothing. The id holds as long as the process: the memory of graphs that are gone stays in the pool for the next
     capture, and :func:`drop_graphs` does not free it. From now on each capture in this process, into whatever pool, is seen: until it ends,
