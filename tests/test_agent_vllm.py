@@ -64,7 +64,7 @@ class Server:
         return self.tokens(self.send(name, tokens, engine))
 
     def ask_of_the_engine(self, what: str) -> None:
-        """Its own "sleep" or "wake_up"."""
+        """Its own "sleep" or "wake_up", or "wake_up=TAG"."""
         self.front.tell(what)
         self.done.pop(what, None)
         self.tokens(what)

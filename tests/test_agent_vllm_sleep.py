@@ -96,6 +96,24 @@ def test_a_server_that_sleeps_by_its_own_call_is_left_asleep(machine: Machine) -
     assert server.ask("after") == reference
 
 
+@pytest.mark.parametrize("pooled", ["", "1"])
+def test_weights_awake_and_the_cache_asleep(machine: Machine, pooled: str) -> None:
+    """Case 48: a request between the two wakes is held by its engine, through a suspend and a resume in between, too."""
+    server = serve(machine, *ALONE, GPUCKPT_POOL=pooled, FAKE_POOL=pooled)
+    graphs = 2 * GIB if pooled else 0
+    reference = server.ask("first")
+    server.ask_of_the_engine("sleep")
+    server.ask_of_the_engine("wake_up=weights")
+    waiting = server.send("between-the-two")
+    down, up = cycle(server)
+    assert "offload" not in steps(down) + steps(up)
+    assert machine.used() == WEIGHTS + graphs + REST, "the weights are awake and the cache is asleep, as before"
+    server.ask_of_the_engine("wake_up=weights")  # naming what is awake is no error
+    assert not server.begun & {waiting}
+    server.ask_of_the_engine("wake_up=kv_cache")
+    assert server.tokens(waiting) == reference
+
+
 def test_a_cache_that_cannot_be_forgotten_is_not_dropped(machine: Machine) -> None:
     server = serve(machine, *ALONE, FAKE_CACHE="stuck")
     reference = server.ask("first")

@@ -147,6 +147,9 @@ def checks_of_sleep(root: Path) -> dict[str, bool]:
         "tags are weights and kv_cache": 'tag="weights"' in worker.text and 'tag="kv_cache"' in worker.text,
         "the model runner is told of a cache that woke up": "self.model_runner.post_kv_cache_wake_up()" in worker.body("Worker", "wake_up"),
         "a worker in its wrapper: its attributes are the wrapper's": "getattr(self.worker, attr)" in base.body("WorkerWrapperBase", "__getattr__"),
+        "a server of which something sleeps schedules nothing": "if not self.model_executor.is_sleeping:\n            self.resume_scheduler()"
+        in core.body("EngineCore", "wake_up")
+        and "self.pause_scheduler(" in core.body("EngineCore", "sleep"),
         "UniProcExecutor.driver_worker": "self.driver_worker = " in uniproc.text,
         "EngineCore.reset_prefix_cache(reset_running_requests)": "reset_running_requests" in core.parameters("EngineCore", "reset_prefix_cache"),
         "it preempts what runs, and raises where blocks stay held": "self._preempt_request(" in scheduler.body("Scheduler", "reset_prefix_cache")

@@ -168,7 +168,7 @@ def main() -> None:
     print(json.dumps({"ready": True, "pid": os.getpid(), "sum": "", "forked": children[0], "children": children[1]}), flush=True)
     for line in sys.stdin:
         command, *words = line.split()
-        if command in UTILITIES:
+        if command.partition("=")[0] in UTILITIES:
             asked.ask(command, len(started))
             engines.call_utility(command)
             continue

@@ -74,17 +74,25 @@ class EngineCore:
         self.model_executor = executor_class(vllm_config)
         self.scheduler = Scheduler()
         self.batch_queue: deque[tuple[Future[Any], dict[str, int]]] = deque(maxlen=2)
+        self.sleeping_tags: set[str] = set()  # the executor's, in vLLM
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         return self.scheduler.reset_prefix_cache(reset_running_requests)
 
     def sleep(self, level: int = 1) -> None:
         """As the endpoint's, with nothing running."""
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         self.reset_prefix_cache(reset_running_requests=True)
         self.model_executor.collective_rpc("sleep", kwargs={"level": level})
+        self.sleeping_tags = {"weights", "kv_cache"}
 
     def wake_up(self, tags: list[str] | None = None) -> None:
+        if set(tags or ()) - self.sleeping_tags:
+            return  # vLLM warns
         self.model_executor.collective_rpc("wake_up", kwargs={"tags": tags})
+        self.sleeping_tags -= set(tags or self.sleeping_tags)
+        if not self.sleeping_tags:
+            self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def execute_dummy_batch(self) -> None:
         self.model_executor.collective_rpc("execute_dummy_batch")
@@ -164,7 +172,8 @@ class EngineCoreProc(EngineCore):
             self.add_request(*request)
         elif request_type == EngineCoreRequestType.UTILITY:
             answer = partial(self.answers.put, {"request": request, "token": 0})
-            result = getattr(self, request)()
+            utility, _, tag = request.partition("=")
+            result = getattr(self, utility)(*([[tag]] if tag else []))
             if isinstance(result, Future):
                 result.add_done_callback(lambda _: answer())
             else:

@@ -82,7 +82,8 @@ class Worker:
 
     def wake_up(self, tags: list[str] | None) -> None:
         device_allocator.get_mem_allocator_instance().wake_up(tags)
-        self.post_kv_cache_wake_up()
+        if tags is None or "kv_cache" in tags:
+            self.post_kv_cache_wake_up()
 
     def attend(self, prefills: bool) -> bytes:
         """What lies in the KV cache, which a prefill writes out of the weights."""
