@@ -38,14 +38,12 @@ def architecture() -> str:
     parts += frame(
         640, 36, 220, 92, "NVML and /proc", "who is on the GPU, who belongs", "together, what is in the way,", "how much room there is"
     )
-    parts += frame(310, 180, 550, 196, "the target: a process that knows nothing of it")
-    parts += frame(
-        326, 214, 160, 142, "agent", "a thread, only in jobs", "of several ranks: the", "safe point, NCCL", "communicators", css="inner"
-    )
+    parts += frame(310, 180, 550, 206, "the target: a process that knows nothing of it")
+    parts += frame(326, 214, 160, 62, "agent", "a thread, if asked for:", "safe point, pool, NCCL", css="inner")
     parts += frame(506, 214, 338, 62, "the driver in it (libcuda)", "stops its CUDA calls, then moves what they see", css="inner")
     parts += frame(
-        506,
-        292,
+        326,
+        308,
         338,
         64,
         "image, in its own host memory",
@@ -53,16 +51,19 @@ def architecture() -> str:
         "in huge pages, filled and copied by several threads",
         css="inner",
     )
-    parts += frame(506, 422, 338, 58, "GPU", "memory, contexts, graphs: 0 MiB when it is done")
-    parts += frame(20, 422, 350, 58, "DIR of --keep-in", "each image a file with checksums; its pages in", "host memory are given back")
+    parts += frame(684, 308, 160, 64, "pool, if it has one", "what lies under tags:", "copied, or dropped", css="inner")
+    parts += frame(506, 438, 338, 58, "GPU", "memory, contexts, graphs: 0 MiB when it is done")
+    parts += frame(20, 438, 350, 58, "DIR of --keep-in", "each image a file with checksums; its pages in", "host memory are given back")
     # words
     parts += [arrow("says", "M115 128 V180"), text(123, 159, "before every step", "small")]
     parts += [arrow("says", "M260 82 H390"), text(268, 74, "lock, checkpoint", "step")]
     parts += [arrow("says", "M500 128 V158 H676 V214"), text(512, 152, "by pid, from outside", "small")]
     parts += [arrow("says", "M240 128 V250 H326")]
-    parts += [text(232, y, words, "step end") for y, words in ((266, "quiesce,"), (281, "comms,"), (296, "disarm"))]
+    parts += [text(232, y, words, "step end") for y, words in ((266, "quiesce,"), (281, "offload,"), (296, "comms,"), (311, "disarm"))]
+    parts += [arrow("says", "M486 262 H496 V292 H764 V308")]
     parts += [arrow("says", "M140 36 V14 H750 V36"), text(270, 30, "inspect, re-inspect, verify", "step")]
     # data
-    parts += [arrow("data", "M750 422 V366"), text(764, 406, "checkpoint", "step")]
-    parts += [arrow("disk", "M506 330 H496 V450 H380"), text(484, 406, "store, drop", "step end")]
-    return svg(880, 496, "The data's way through a suspend", parts)
+    parts += [arrow("data", "M585 438 V382"), text(573, 422, "2. checkpoint", "step end")]
+    parts += [arrow("data", "M764 438 V382"), text(778, 422, "1. offload", "step")]
+    parts += [arrow("disk", "M348 372 V428"), text(362, 422, "store, drop", "step")]
+    return svg(880, 512, "The data's way through a suspend", parts)
