@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ POLL_S = 0.005
 FIXED_S = 0.003  # of every checkpoint and restore
 CONTENT_BYTES = 4096
 SUCCESS = "SUCCESS"
+_PF_EXITING = 0x4  # include/linux/sched.h
 
 
 class StateLostError(Exception):
@@ -318,7 +320,7 @@ class SimulatedWorldDir:
         if process is None or process.start_ticks != op.start_ticks:
             op.result = "OPERATING_SYSTEM"
             return
-        if stopped(op.pid):
+        if stopped(op.pid) or (op.paused_s is not None and _killed(op.pid)):
             op.paused_s = now if op.paused_s is None else op.paused_s
             return
         if op.paused_s is not None:
@@ -357,12 +359,21 @@ def now_s() -> float:
 
 
 def look(pid: int) -> tuple[str, int] | None:
-    """State letter and start time of a process from ``/proc/PID/stat``; None if it is dead: a zombie holds nothing any more."""
+    """State letter and start time of a process from ``/proc/PID/stat``; None if it is dead or dying: a zombie holds nothing any more."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in "ZX" else (fields[0], int(fields[19]))
+    return None if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING else (fields[0], int(fields[19]))
+
+
+def _killed(pid: int) -> bool:
+    """Whether SIGKILL is on its way to *pid*: a stopped process that is killed runs for a moment, and does nothing any more."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return any(int(line.split()[1], 16) >> (signal.SIGKILL - 1) & 1 for line in lines if line.startswith(("SigPnd:", "ShdPnd:")))
 
 
 def _alive(pid: int, start_ticks: int) -> bool:
