@@ -111,7 +111,8 @@ def test_the_timeline_by_rank_has_a_bar_for_each_step_of_each_rank(monkeypatch: 
 
 def test_the_table_of_what_stays_needs_no_result_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell is what a class adds to the one above it; a way that was not tried before counts from all that ran then."""
-    readme = runpy.run_path(str(ROOT / "benchmarks/readme.py"))
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tables = runpy.run_path(str(ROOT / "benchmarks/tables.py"))
 
     def reading(mib: int, *, listed: bool = True) -> dict[str, int | None]:
         return {"process_mib": mib if listed else None, "card_mib": mib}
@@ -141,28 +142,29 @@ def test_the_table_of_what_stays_needs_no_result_to_be_tried(monkeypatch: pytest
         "graphs": [64, 100],
         "checks": {"a": {"ok": True}, "b": {"ok": False}},
     }
-    monkeypatch.setitem(readme["what_stays"].__globals__, "result", lambda _: document)
-    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in readme["what_stays"]().splitlines()[2:6]]
+    monkeypatch.setitem(tables["what_stays"].__globals__, "result", lambda _: document)
+    lines = [[cell.strip() for cell in line.split("|")[2:-1]] for line in tables["what_stays"]().splitlines()[2:6]]
     assert lines == [
         ["500", "", "", "", "0"],
         ["800", "790", "20", "21", "0"],
         ["110", "100", "80", "", "0"],
         ["**1400**", "**1390**", "**600**", "", "**0**"],
     ]
-    monkeypatch.setitem(readme["what_stays"].__globals__, "result", lambda _: None)
-    assert "Not yet run on a GPU" in readme["what_stays"]()
+    monkeypatch.setitem(tables["what_stays"].__globals__, "result", lambda _: None)
+    assert "Not yet run on a GPU" in tables["what_stays"]()
 
 
-def test_a_figure_of_another_run_is_noticed(tmp_path: Path) -> None:
+def test_a_figure_of_another_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the figures can fail."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     readme = runpy.run_path(str(ROOT / "benchmarks/readme.py"))
-    cycles = json.loads((ROOT / "benchmarks/results/cycles.json").read_text())
-    for row in cycles["cycles"]:
+    torch = json.loads((ROOT / "benchmarks/results/preload_torch.json").read_text())
+    for row in torch["torch_cycles"]["with"]:
         row["suspend_wall_s"] += 1
     for path in (ROOT / "benchmarks/results").glob("*.json"):
         (tmp_path / path.name).write_text(path.read_text())
-    (tmp_path / "cycles.json").write_text(json.dumps(cycles))
-    readme["filled"].__globals__["RESULTS"] = tmp_path
+    (tmp_path / "preload_torch.json").write_text(json.dumps(torch))
+    monkeypatch.setitem(readme["result"].__globals__, "RESULTS", tmp_path)
     assert readme["filled"]("README.md", README) != README
 
 
