@@ -155,7 +155,7 @@ class LocalWorld:
         found += hazards.of_gpus(gpus, {g.uuid for p in going.values() for g in p.gpus})
         if not self.simulated:
             found += hazards.mps(procs.values())
-        needed, room, short = self.host_room(list(going.values()), method)
+        needed, room, short = self.host_room(list(members.values()), method)
         ranks = _ranks_of({pid: hello for pid, hello in hellos.items() if pid in members})
         warnings = (*map(void_words, void), *self.journal.unreadable(), *advice(ranks))
         outside = beside.outsiders(
@@ -382,7 +382,9 @@ def _ranks_of(hellos: Mapping[int, Hello]) -> tuple[Rank, ...]:
 def _with_agent(process: GpuProcess, hello: Hello | None) -> GpuProcess:
     if hello is None:
         return process
-    return dataclasses.replace(process, agent=True, vouched=not hello.hazards, movable=hello.movable, offloaded=hello.offloaded)
+    comms_bytes = sum(c.get("host_bytes", 0) for c in hello.communicators)
+    seen = {"vouched": not hello.hazards, "movable": hello.movable, "offloaded": hello.offloaded, "comms_bytes": comms_bytes}
+    return dataclasses.replace(process, agent=True, **seen)
 
 
 def _ranks(hello: Hello | None) -> list[int] | None:

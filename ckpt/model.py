@@ -165,6 +165,7 @@ class GpuProcess:
     movable: Movable | None = None  # what its agent can take off the GPU beforehand
     offloaded: bool = False  # its agent has done so
     vouched: bool = False  # its agent knows of nothing in it that cannot be suspended
+    comms_bytes: int = 0  # what NCCL's own backups take of host memory, at most, while its communicators are suspended
 
     @property
     def pid(self) -> int:

@@ -174,11 +174,14 @@ def image_need_bytes(held: Iterable[GpuBytes]) -> int:
 
 
 def host_need_bytes(process: GpuProcess, method: str) -> int:
-    """Host memory that a suspend of *process* by *method* takes: what is dropped takes none, and without the driver nothing else moves."""
+    """Host memory that a suspend of *process* by *method* takes: what is dropped takes none, and without the driver nothing else moves but
+    what NCCL releases. Of an image that is a part, and where NCCL has it there is so much less for the driver."""
+    if process.along:
+        return process.comms_bytes
     moving = process.movable if method != "driver" else None
     kept = 0 if moving is None else moving.kept_bytes if moving.host_bytes is None else moving.host_bytes
     if method == "pool":
-        return kept
+        return kept + process.comms_bytes
     return kept + max(IMAGE_MARGIN_BYTES, image_need_bytes(process.gpus) - (moving.nbytes if moving else 0))
 
 

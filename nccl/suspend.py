@@ -59,10 +59,20 @@ class Outcome:
         }
 
 
-def needed_host_bytes(communicators: Sequence[Communicator]) -> int:
-    """Host memory that NCCL's own backups take at most while these are suspended, in bytes. NCCL does not say which part it backs up."""
-    stats = (c.library.stats(c.pointer) for c in communicators if c.library.can_suspend)
-    return sum(s.suspendable_bytes for s in stats if not s.suspended)
+def needed_host_bytes(communicators: Sequence[Communicator]) -> list[int]:
+    """Host memory that NCCL's own backup of each takes at most while it is suspended, in bytes. NCCL does not say which part it backs up.
+    0 of one that is suspended, cannot be, or does not answer (which is a hazard, by its own words)."""
+    return [_backup_bytes(c) for c in communicators]
+
+
+def _backup_bytes(c: Communicator) -> int:
+    if not c.library.can_suspend:
+        return 0
+    try:
+        stats = c.library.stats(c.pointer)
+    except GpuckptError:
+        return 0
+    return 0 if stats.suspended else stats.suspendable_bytes
 
 
 def suspend(communicators: Sequence[Communicator], progress: Progress | None = None) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 import gpuckpt
+from gpuckpt import plan
 from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.errors import GpuckptError
-from gpuckpt.model import GIB, Call, State
+from gpuckpt.model import GIB, Call, GpuBytes, GpuProcess, ProcessId, State
 from gpuckpt.operation import Operation
 from gpuckpt.recovery import recover_all
 from tests.conftest import eventually
@@ -61,6 +63,14 @@ def job(machine4: Machine) -> Job:
     return Job(machine4, server, trainer)
 
 
+def test_the_backups_of_nccl_take_host_memory_where_no_image_has_them() -> None:
+    """Of what is taken along, and by the pool alone, they are what is needed beside the pool's own copies."""
+    process = GpuProcess(ProcessId(1, 1), "p", 0, RUNNING, (GpuBytes("GPU-0", GIB),), agent=True, comms_bytes=5)
+    assert plan.host_need_bytes(dataclasses.replace(process, along=True), "auto") == 5
+    assert plan.host_need_bytes(process, "pool") == 5
+    assert plan.host_need_bytes(process, "driver") == plan.image_need_bytes(process.gpus), "its image, or NCCL in its place"
+
+
 def test_a_communicator_that_reaches_a_trainer(job: Job) -> None:
     """Case 42: refused, naming the trainer with pid and host; with it taken along all three verify after the resume."""
     machine, (w0, w1), t = job.machine, job.server, job.trainer
@@ -71,10 +81,10 @@ def test_a_communicator_that_reaches_a_trainer(job: Job) -> None:
     assert f"--with {t.pid}" in refused.error["hint"]
     assert job.states() == [RUNNING] * 3
 
-    plan = machine.gpuckpt(*job.suspend("--dry-run")).document["plan"]
-    assert plan["refused"] is None
-    assert {s["name"]: len(s["pids"]) for s in plan["steps"]} == {"quiesce": 3, "comms": 3, "disarm": 3, "lock": 2, "checkpoint": 2}
-    assert plan["host_bytes_needed"] < 3 * GIB
+    planned = machine.gpuckpt(*job.suspend("--dry-run")).document["plan"]
+    assert planned["refused"] is None
+    assert {s["name"]: len(s["pids"]) for s in planned["steps"]} == {"quiesce": 3, "comms": 3, "disarm": 3, "lock": 2, "checkpoint": 2}
+    assert planned["host_bytes_needed"] < 3 * GIB
 
     down = machine.gpuckpt(*job.suspend())
     assert down.code == 0, down

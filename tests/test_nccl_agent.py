@@ -40,7 +40,7 @@ for name in "ab":
 a = NcclCommunicators()
 out["seen"] = a.describe()
 a.suspend()
-out["while"] = a.describe() == out["seen"], a.hazards()
+out["while"] = [{**c, "host_bytes": 480 << 20} for c in a.describe()] == out["seen"], a.hazards()
 a.resume()
 out["verified"], out["calls"] = verified, calls()
 """

@@ -23,9 +23,14 @@ class NcclCommunicators:
 
     def describe(self) -> list[dict[str, Any]]:
         from gpuckpt.nccl.communicators import listing
+        from gpuckpt.nccl.suspend import needed_host_bytes
 
         known = listing().communicators if self._suspended is None else self._suspended
-        return [{"name": c.label, "rank": c.rank, "size": c.size, "nccl": c.library.version} for c in known]
+        backups = needed_host_bytes(known) if self._suspended is None else [0] * len(known)
+        return [
+            {"name": c.label, "rank": c.rank, "size": c.size, "nccl": c.library.version, "host_bytes": n}
+            for c, n in zip(known, backups, strict=True)
+        ]
 
     def hazards(self) -> list[str]:
         """While suspended nothing is looked at: the communicators must not be touched."""
