@@ -12,10 +12,16 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+import gpuckpt.pool as pool
+from gpuckpt.pool import tags
+from gpuckpt.pool.tags import Tags
+from tests.pool_machine import GRANULARITY, Gpu
 
 
 class Tensor:
@@ -105,9 +111,9 @@ class Torch:
 
     def empty_cache(self) -> None:
         self.caches_emptied += 1
-        for pool in self.pools.values():
-            if pool.uses == 0:
-                pool.release()
+        for private in self.pools.values():
+            if private.uses == 0:
+                private.release()
 
     @contextlib.contextmanager
     def use_mem_pool(self, pool: Any, device: int | None = None) -> Iterator[None]:
@@ -198,3 +204,28 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Torch:
     torch = Torch()
     monkeypatch.setitem(sys.modules, "torch", torch.module)
     return torch
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    monkeypatch.setattr(tags, "_warned", threading.Event())
+    for name in ("GPUCKPT_POOL", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pool, "_tags", None)
+    return install(monkeypatch)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu(tmp_path)
+    monkeypatch.setattr(pool, "_tags", Tags(made.pool))
+    return made
+
+
+def where() -> dict[str, str]:
+    return {s.tag: s.where for s in pool.stats()}
+
+
+def under(torch: Torch, name: str, text: bytes = b"") -> Tensor:
+    with pool.tag(name):
+        return torch.empty(GRANULARITY).copy_(text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpuckpt.driver.simulated_store import now_s
+from gpuckpt.driver.simulated_proc import now_s
 from gpuckpt.model import Call, State
 from tests.conftest import eventually
 from tests.test_cli_concurrent import held, waits_for

@@ -13,8 +13,7 @@ import gpuckpt.pool as pool
 from gpuckpt.agent import vllm_memory, vllm_pool
 from gpuckpt.agent.memory import PoolMemory
 from tests.pool_machine import GRANULARITY, OUT_OF_MEMORY, Gpu
-from tests.pool_torch import Torch
-from tests.test_pool_tags import gpu, torch, under, where
+from tests.pool_torch import Torch, gpu, torch, under, where
 
 __all__ = ["gpu", "torch"]
 

@@ -8,8 +8,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt.driver.api import CallError, DriverVersion
+from gpuckpt.driver.simulated_proc import look, stopped
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu, SimulatedProcess
-from gpuckpt.driver.simulated_store import POLL_S, SUCCESS, Fault, SimulatedWorldDir, StateLostError, World, look, stopped
+from gpuckpt.driver.simulated_store import POLL_S, SUCCESS, Fault, SimulatedWorldDir, StateLostError, World
 from gpuckpt.errors import NoDriver
 from gpuckpt.model import Call, Gpu, ProcessId, State
 

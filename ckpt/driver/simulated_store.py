@@ -11,13 +11,13 @@ import dataclasses
 import fcntl
 import json
 import os
-import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuckpt.driver.api import CallError, DriverVersion
+from gpuckpt.driver.simulated_proc import active, alive, killed, look, now_s, stopped
 from gpuckpt.driver.simulated_rules import DEFAULT_DRIVER, Rules, SimulatedGpu, SimulatedProcess
 from gpuckpt.model import GIB, Call, State
 
@@ -28,7 +28,6 @@ POLL_S = 0.005
 FIXED_S = 0.003  # of every checkpoint and restore
 CONTENT_BYTES = 4096
 SUCCESS = "SUCCESS"
-_PF_EXITING = 0x4  # include/linux/sched.h
 
 
 class StateLostError(Exception):
@@ -218,7 +217,7 @@ class SimulatedWorldDir:
                     yield [self._on_gpu(process, uuid) for uuid in process.held_bytes]
                     return
             # With nobody left to wait for it, the target's own driver thread ends the call.
-            if any(not _active(o.owner_pid, o.owner_ticks) and o.due_s <= now_s() for o in under_way):
+            if any(not active(o.owner_pid, o.owner_ticks) and o.due_s <= now_s() for o in under_way):
                 with self.transaction():
                     pass
             time.sleep(POLL_S)
@@ -310,7 +309,7 @@ class SimulatedWorldDir:
         """End every call that is due; drop those that nobody waits for any more. *held* is closed once the world is saved."""
         now = now_s()
         for op in list(world.operations):
-            if (op.result is not None or not op.received) and not _alive(op.owner_pid, op.owner_ticks):
+            if (op.result is not None or not op.received) and not alive(op.owner_pid, op.owner_ticks):
                 world.operations.remove(op)
             elif op.result is None:
                 self._advance(world, op, now, held)
@@ -320,7 +319,7 @@ class SimulatedWorldDir:
         if process is None or process.start_ticks != op.start_ticks:
             op.result = "OPERATING_SYSTEM"
             return
-        if stopped(op.pid) or (op.paused_s is not None and _killed(op.pid)):
+        if stopped(op.pid) or (op.paused_s is not None and killed(op.pid)):
             op.paused_s = now if op.paused_s is None else op.paused_s
             return
         if op.paused_s is not None:
@@ -351,42 +350,6 @@ class SimulatedWorldDir:
                 return False
             rules.lock(op.pid)
         return True
-
-
-def now_s() -> float:
-    """Seconds since boot, the same for all processes, not moved by a change of the date."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def look(pid: int) -> tuple[str, int] | None:
-    """State letter and start time of a process from ``/proc/PID/stat``; None if it is dead or dying: a zombie holds nothing any more."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING else (fields[0], int(fields[19]))
-
-
-def _killed(pid: int) -> bool:
-    """Whether SIGKILL is on its way to *pid*: a stopped process that is killed runs for a moment, and does nothing any more."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return any(int(line.split()[1], 16) >> (signal.SIGKILL - 1) & 1 for line in lines if line.startswith(("SigPnd:", "ShdPnd:")))
-
-
-def _alive(pid: int, start_ticks: int) -> bool:
-    seen = look(pid)
-    return seen is not None and seen[1] == start_ticks
-
-
-def stopped(pid: int) -> bool:
-    return (look(pid) or ("",))[0] in ("T", "t")
-
-
-def _active(pid: int, start_ticks: int) -> bool:
-    return _alive(pid, start_ticks) and not stopped(pid)
 
 
 @contextlib.contextmanager
