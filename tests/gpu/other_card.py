@@ -1,8 +1,10 @@
-"""Resume on the other card, both ways; and two processes that exchange their cards; answers compared. Needs two GPUs of one kind."""
+"""Resume on the other card, both ways; two processes that exchange their cards; one process on both cards. Answers compared. Needs two GPUs of one kind."""
 
 from __future__ import annotations
 
 from lab import SIMULATED, Results, Target, gpuckpt, used_mib
+
+from gpuckpt.image import preload
 
 r = Results("other_card")
 if SIMULATED:
@@ -44,4 +46,18 @@ try:
 finally:
     for t in pair:
         t.end()
+if not SIMULATED:
+    for env in ({}, dict(preload.environment())):
+        target = Target(2, "both", env=env)
+        how = "with the preload library" if env else "by the driver alone"
+        try:
+            for i in range(2):
+                code, down, _ = gpuckpt("suspend", target.pid)
+                left, images = [used_mib(0), used_mib(1)], down["processes"][0]["image"] if code == 0 else None
+                up_code, up, _ = gpuckpt("resume", target.pid)
+                seen = {"left_mib": left, "image": images, "errors": [down.get("error"), up.get("error")]}
+                r.check(f"one process on both cards, {how}, {i}: both empty, the same answers", code == up_code == 0 and left == [0, 0] and target.same(), seen)
+                r.note(f"on_both_cards_{'with' if env else 'without'}", seen)
+        finally:
+            target.end()
 r.finish()

@@ -42,6 +42,8 @@ with region:
         n = min(left, 1 << 28)
         chunks.append(torch.randint(0, 2**31 - 1, (n,), device="cuda", dtype=torch.int32, generator=generator))
         left -= n
+if mode == "both":  # as much on the second GPU
+    chunks += [t.to("cuda:1") for t in chunks]
 graphs, outputs, streams, keep = [], [], [torch.cuda.Stream() for _ in range(4)], []
 if mode.startswith("graphs="):  # so many, of ten nodes each
     y = torch.randn(1024, device="cuda", generator=generator)
