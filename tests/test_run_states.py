@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -186,4 +188,22 @@ def test_a_second_sigterm_does_not_wait(stage: Stage) -> None:
     run.until("stopping")
     run.signal(signal.SIGTERM)
     assert run.end() == 137
+    run.nothing_left()
+
+
+@pytest.mark.parametrize("told", ["SIGTERM", "stop"])
+def test_slow_clients_do_not_keep_the_end(stage: Stage, told: str) -> None:
+    """One that does not read its answer, one that never sends the rest of its request, one that has asked the control socket nothing."""
+    run = stage.run().awake()
+    body = json.dumps({"stream": True, "chunks": 200_000, "id": 1})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    silent = socket.socket(socket.AF_UNIX)
+    with run.dial(head + body), run.dial("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc"), silent:
+        silent.connect(str(stage.runtime / "m.sock"))
+        eventually(lambda: any(n["path"] == "/v1/completions" for n in run.notes("begin")), "it is being answered")
+        if told == "stop":
+            assert stage.gpuckpt("stop", "m").code == 0
+        else:
+            run.signal(signal.SIGTERM)
+        run.process.wait(15)
     run.nothing_left()

@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import hdrs, web
 
 from gpuckpt import errors
-from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.model import CLOSING_S, RunState
 from gpuckpt.supervisor.state import Run
 
 
@@ -50,7 +50,7 @@ class Admin:
 
         app = web.Application(middlewares=[checked])
         app.add_routes([web.post("/sleep", self._sleep), web.post("/wake_up", self._wake_up), web.get("/is_sleeping", self._is_sleeping)])
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSING_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         self.address = self._runner.addresses[0][:2]

@@ -24,7 +24,7 @@ from gpuckpt.supervisor import paths
 from gpuckpt.supervisor.exchange import Answer, Exchange
 from gpuckpt.supervisor.held_stream import HeldStream
 from gpuckpt.supervisor.metrics import Metrics
-from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.model import CLOSING_S, RunState
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Expired, Full, Unavailable
 from gpuckpt.supervisor.upstream import Upstream
@@ -68,7 +68,7 @@ class Gate:
         server = web.Server(
             self.handle, handler_cancellation=True, access_log=None, auto_decompress=False, max_line_size=65536, max_field_size=65536
         )
-        self._runner = web.ServerRunner(server)
+        self._runner = web.ServerRunner(server, shutdown_timeout=CLOSING_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host or None, port, backlog=4096)
         await site.start()

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from gpuckpt.keeping import RAM
 
+#: How long a listener that closes waits for clients that take their answer slowly, or never send the rest of what they ask, in seconds.
+CLOSING_S = 1.0
+
 
 class RunState(enum.StrEnum):
     STARTING = "starting"
