@@ -207,3 +207,16 @@ def test_slow_clients_do_not_keep_the_end(stage: Stage, told: str) -> None:
             run.signal(signal.SIGTERM)
         run.process.wait(15)
     run.nothing_left()
+
+
+def test_a_supervisor_that_is_stopped_is_named(stage: Stage) -> None:
+    run = stage.run().awake()
+    os.kill(run.process.pid, signal.SIGSTOP)
+    try:
+        result = stage.gpuckpt("suspend", "m", "--timeout", "300ms")
+        assert (result.code, result.error["code"], result.error["pid"]) == (124, "deadline", run.process.pid)
+        assert f"its supervisor (pid {run.process.pid}) is stopped" in result.error["message"]
+        assert result.error["hint"] == f"kill -CONT {run.process.pid}"
+    finally:
+        os.kill(run.process.pid, signal.SIGCONT)
+    run.until("suspended")

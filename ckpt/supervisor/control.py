@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
+from gpuckpt.inspect import processes
 from gpuckpt.supervisor import places
 
 if TYPE_CHECKING:
@@ -48,9 +49,7 @@ def ask(name: str, command: str, *, timeout_s: float | None = None, **options: A
             while not data.endswith(b"\n") and (more := s.recv(65536)):
                 data += more
         except TimeoutError:
-            raise errors.Deadline(
-                f"the run {name!r} did not answer within {timeout_s:g} s; what was asked of it goes on", hint=f"gpuckpt status {name}"
-            ) from None
+            raise _silent(name, s, timeout_s) from None
         except PermissionError as e:
             raise errors.PermissionDenied(
                 f"the run {name!r} belongs to somebody else: {e}", hint=f"sudo gpuckpt {command} {name}"
@@ -65,6 +64,18 @@ def ask(name: str, command: str, *, timeout_s: float | None = None, **options: A
         raise errors.RunNotReady(f"the run {name!r} ended before it answered", hint="see what it logged")
     answer: dict[str, Any] = json.loads(data)
     return answer
+
+
+def _silent(name: str, s: socket.socket, timeout_s: float | None) -> errors.Deadline:
+    """Words for a supervisor at the other end of *s* that has not answered."""
+    pid = 0
+    with contextlib.suppress(OSError):
+        pid = struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    supervisor = processes.read(pid) if pid > 0 else None
+    words, hint = "what was asked of it goes on", f"gpuckpt status {name}"
+    if supervisor is not None and supervisor.stopped:
+        words, hint = f"its supervisor (pid {pid}) is stopped, and does what it was asked when it goes on", f"kill -CONT {pid}"
+    return errors.Deadline(f"the run {name!r} did not answer within {timeout_s:g} s; {words}", hint=hint, pid=pid or None)
 
 
 def _check_owner(path: Path) -> None:
