@@ -20,11 +20,16 @@ from gpuckpt.nccl.communicators import Communicator, vllm_groups
 NEWER = "pip install 'nvidia-nccl-cu13>=2.30.7' (or -cu12) into the program's environment, and start it again"
 
 #: attribute of a vLLM group's device communicator -> (what it is, cure); those that are ``disabled`` map nothing
-_VLLM = {
+BESIDE_NCCL = {
     "ca_comm": ("vLLM's custom all-reduce maps the memory of its peers by CUDA IPC", f"start vLLM with {environment.VLLM_OPTION}"),
     "symm_mem_comm": ("vLLM uses torch's symmetric memory, which maps that of its peers", environment.VLLM_CURE),
+    "fi_pcie_ipc_ar_comm": (  # 0.30 and newer
+        "FlashInfer's all-reduce over PCIe maps the memory of the peers by CUDA IPC",
+        "unset VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC and start vLLM again",
+    ),
     "fi_ar_comm": ("FlashInfer's all-reduce workspace maps the memory of the peers", environment.VLLM_CURE),
 }
+HARMLESS = ("pynccl_comm", "qr_comm", "aiter_ar_comm")  # NCCL itself, and what there is for AMD's GPUs alone
 #: what vLLM's all-to-all may be without memory of its own
 _PLAIN_ALL2ALL = ("NaiveAll2AllManager", "AgRsAll2AllManager")
 
@@ -102,10 +107,16 @@ def _of_memory(c: Communicator) -> Iterator[Hazard]:
 def _of_vllm(modules: Mapping[str, Any]) -> Iterator[Hazard]:
     for name, group in vllm_groups(modules):
         device = getattr(group, "device_communicator", None)
-        for attribute, (what, cure) in _VLLM.items():
+        for attribute, (what, cure) in BESIDE_NCCL.items():
             used = getattr(device, attribute, None)
             if used is not None and not getattr(used, "disabled", False):
                 yield _import(f"{what} (group {name})", cure)
+        for attribute, used in sorted(getattr(device, "__dict__", {}).items()):
+            if not attribute.endswith("_comm") or attribute in BESIDE_NCCL or attribute in HARMLESS or used is None:
+                continue
+            if not getattr(used, "disabled", False):
+                what = f"vLLM has {type(used).__name__} ({attribute}, group {name}) beside NCCL, which gpuckpt does not know: "
+                yield _import(what + "it may map the memory of its peers", "start vLLM without it, or take a newer gpuckpt")
         all2all = type(getattr(device, "all2all_manager", None)).__name__
         if all2all not in ("NoneType", *_PLAIN_ALL2ALL):
             message = f"vLLM's all-to-all ({all2all}, group {name}) shares GPU memory with its peers outside NCCL"

@@ -32,7 +32,7 @@ out["two ranks"] = told([communicator(new, "tp", carried=True)])
 out["several"] = told([communicator(new, "tp"), communicator(new, "pp"), communicator(new, "dp")])
 out["not used yet"] = told([communicator(new, "pp", suspendable=0)])
 out["one GPU"] = told([], {"torch": Torch()}, {})
-out["vllm"] = told([], vllm(ca_comm=SimpleNamespace(disabled=True), symm_mem_comm=None, all2all_manager=None))
+out["vllm"] = told([], vllm(ca_comm=SimpleNamespace(disabled=True), symm_mem_comm=None, new_comm=None, all2all_manager=None))
 """)
     assert out == {"two ranks": [], "several": [], "not used yet": [], "one GPU": [], "vllm": []}
 
@@ -101,6 +101,8 @@ def test_two_ranks_of_one_communicator_in_one_process(run: Run) -> None:
         ("ca_comm=SimpleNamespace(disabled=False)", ["custom all-reduce", "--disable-custom-all-reduce"]),
         ("symm_mem_comm=SimpleNamespace(disabled=False)", ["symmetric memory", "gpuckpt env --vllm"]),
         ("fi_ar_comm=SimpleNamespace(disabled=False)", ["FlashInfer", "gpuckpt env --vllm"]),
+        ("fi_pcie_ipc_ar_comm=SimpleNamespace(disabled=False)", ["over PCIe", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"]),
+        ("new_comm=SimpleNamespace(disabled=False)", ["SimpleNamespace (new_comm", "does not know"]),
         ("all2all_manager=type('DeepEPHTAll2AllManager', (), {})()", ["DeepEPHTAll2AllManager", "allgather_reducescatter"]),
     ],
 )
