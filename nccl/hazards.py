@@ -5,7 +5,9 @@ None of it can be undone in a running process: each hazard names what to start t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import sys
 from collections import Counter
@@ -61,7 +63,7 @@ def hazards(
     *modules* stands for ``sys.modules``, *environ* for :func:`parsed_environment`.
     """
     modules = dict(sys.modules) if modules is None else modules
-    found = [*_of_vllm(modules), *_of_torch(modules), *_of_modules(modules)]
+    found = [*_of_vllm(modules), *_of_torch(modules), *_of_flashinfer(modules), *_of_modules(modules)]
     if communicators:
         environ = parsed_environment() if environ is None else environ
         for_torch = any(c.source == "torch" for c in communicators)
@@ -129,7 +131,8 @@ def _of_vllm(modules: Mapping[str, Any]) -> Iterator[Hazard]:
 
 def _of_torch(modules: Mapping[str, Any]) -> Iterator[Hazard]:
     symmetric = modules.get("torch.distributed._symmetric_memory")
-    if getattr(symmetric, "_group_name_to_store", None) or getattr(symmetric, "_group_name_to_workspace_tensor", None):
+    kept = getattr(symmetric, "_group_name_to_store", None) or getattr(symmetric, "_group_name_to_workspace_tensor", None)
+    if kept or _symmetric_tensor(modules.get("torch"), symmetric):
         yield _import(
             "torch's symmetric memory maps that of the peers", "start the program without symmetric memory (enable_symm_mem_for_group)"
         )
@@ -145,6 +148,25 @@ def _of_torch(modules: Mapping[str, Any]) -> Iterator[Hazard]:
                 yield _nccl(
                     f"torch's process group {name} shares the resources of the one that it was split from", "split with split_share = 0"
                 )
+
+
+def _symmetric_tensor(torch: Any, symmetric: Any) -> bool:
+    """Whether a tensor lives in symmetric memory. Newer versions of torch keep no list of who uses it: all objects are walked for one."""
+    cls, ask = getattr(torch, "Tensor", None), getattr(symmetric, "is_symm_mem_tensor", None)
+    if ask is None or not isinstance(cls, type):
+        return False
+    for o in gc.get_objects():
+        with contextlib.suppress(Exception):  # of a tensor that is none, or whose memory is gone
+            if issubclass(type(o), cls) and o.is_cuda and ask(o):
+                return True
+    return False
+
+
+def _of_flashinfer(modules: Mapping[str, Any]) -> Iterator[Hazard]:
+    """Buffers that are mapped in all peers, which models make by themselves."""
+    cls = getattr(modules.get("flashinfer.comm.mnnvl"), "McastGPUBuffer", None)
+    if isinstance(cls, type) and any(type(o) is cls for o in gc.get_objects()):
+        yield _import("a multicast buffer of FlashInfer's (McastGPUBuffer) maps the memory of the peers", "start the program without it")
 
 
 def _process_groups(modules: Mapping[str, Any]) -> Iterable[tuple[Any, str]]:

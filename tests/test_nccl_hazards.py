@@ -139,6 +139,36 @@ out = [told([], {name: SimpleNamespace(_group_name_to_store=stores)}) for stores
     assert "symmetric memory" in out[1][0][1]
 
 
+def test_symmetric_memory_of_which_torch_keeps_no_list(run: Run) -> None:
+    """Those that vLLM 0.27 and newer come with, whose models and context parallelism allocate it. And a buffer of FlashInfer's."""
+    out = run("""
+class Tensor:
+    def __init__(self, is_cuda=True, at=0):
+        self.is_cuda, self.at = is_cuda, at
+class Gone(Tensor):
+    is_cuda = property(lambda self: 1 / 0, lambda self, value: None)
+torch, symmetric = Torch(), ModuleType("torch.distributed._symmetric_memory")
+torch.Tensor = Tensor
+symmetric.is_symm_mem_tensor = lambda t: t.at == 7
+modules = {"torch": torch, symmetric.__name__: symmetric}
+held = [Tensor(), Tensor(is_cuda=False, at=7), Gone()]
+out["none"] = told([], modules)
+held.append(Tensor(at=7))
+out["one"] = told([], modules)
+mnnvl = ModuleType("flashinfer.comm.mnnvl")
+mnnvl.McastGPUBuffer = type("McastGPUBuffer", (), {})
+out["no buffer"] = told([], {mnnvl.__name__: mnnvl})
+buffer = mnnvl.McastGPUBuffer()
+buffer.world_size = 2
+out["buffer"] = told([], {mnnvl.__name__: mnnvl})
+""")
+    assert (out["none"], out["no buffer"]) == ([], [])
+    ((kind, message, *_),) = out["one"]
+    assert (kind, "symmetric memory" in message) == ("possible-import", True)
+    ((kind, message, *_),) = out["buffer"]
+    assert (kind, "McastGPUBuffer" in message) == ("possible-import", True)
+
+
 def test_tensors_of_another_process(run: Run) -> None:
     out = run("""
 live, dead = SimpleNamespace(expired=lambda: False), SimpleNamespace(expired=lambda: True)
