@@ -157,6 +157,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/how-it-works.md": {"added": tables.added, "growth": tables.growth, "killed": tables.killed},
     "docs/pool.md": {"pool": tables.pool},
     "docs/security.md": {"permissions": tables.permissions, "containers": tables.containers},
+    "docs/vllm.md": {"vllm-versions": tables.vllm_versions},
     "docs/what-stays.md": {"what-stays": tables.what_stays},
 }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from typing import Any
 
-from documents import DOCS, UNTESTED, huge_pages, machine, most, result, source, spread
+from documents import DOCS, ROOT, UNTESTED, huge_pages, machine, most, result, source, spread
 
 
 def figures() -> str:
@@ -317,6 +318,38 @@ def what_stays() -> str:
     checks = [c["ok"] for c in found["checks"].values()]
     on = f"{found['machine']['gpu']}, driver {found['machine']['driver']}, torch {found['machine']['versions'].get('torch', '?')}"
     return "\n".join([*rows, "", f"{on}; {sum(checks)} of {len(checks)} checks pass ({source('what_stays', DOCS)})."])
+
+
+#: What gpuckpt does with vLLM -> in words, what becomes of it where vLLM is not as known, and who ran it on a GPU.
+VLLM = {
+    "hold": ("all workers held between two steps of their engine", "refused", "vllm_tp2"),
+    "comms": ("communicators suspended", "refused", "vllm_tp2"),
+    "together": ("data-parallel engines that step together", "refused", "vllm_dp"),
+    "experts": ("experts over several GPUs", "refused", "vllm_dp"),
+    "offload": ("sleep mode's memory leaves before the driver's copy", "left to vLLM", "vllm_sleep"),
+    "pool": ("`GPUCKPT_POOL=1`: weights and KV cache in the pool", "left to vLLM", "vllm_sleep_pool"),
+    "graphs": ("and graphs and workspaces", "left to vLLM", "vllm_sleep_pool"),
+    "run": ("`gpuckpt run`: its options and endpoints", "not known", "run_vllm"),
+}
+
+
+def vllm_versions() -> str:
+    """Which version of vLLM is as known, by its sources, and which ran."""
+    versions = json.loads((ROOT / "tests" / "vllm_versions.json").read_text())
+    rows = [f"| vLLM | {' | '.join(versions)} |", "|---|" + "---|" * len(versions)]
+    for feature, (what, otherwise, name) in VLLM.items():
+        ran = (result(name) or {"machine": {"versions": {}}})["machine"]["versions"].get("vllm")
+        cells = [
+            otherwise
+            if not all(record["kept"][feature].values())
+            else f"[run]({DOCS}benchmarks/results/{name}.json)"
+            if version == ran
+            else "read"
+            for version, record in versions.items()
+        ]
+        rows.append(f"| {what} | {' | '.join(cells)} |")
+    kept = "*run*: on H200s. *read*: its sources keep all that is relied upon; **not run**. *left to vLLM*, *refused*: with one warning, or by name."
+    return "\n".join([*rows, "", kept])
 
 
 def _held(reading: dict[str, Any]) -> int:

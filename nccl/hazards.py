@@ -5,7 +5,9 @@ None of it can be undone in a running process: each hazard names what to start t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import sys
 from collections import Counter
@@ -20,11 +22,16 @@ from gpuckpt.nccl.communicators import Communicator, vllm_groups
 NEWER = "pip install 'nvidia-nccl-cu13>=2.30.7' (or -cu12) into the program's environment, and start it again"
 
 #: attribute of a vLLM group's device communicator -> (what it is, cure); those that are ``disabled`` map nothing
-_VLLM = {
+BESIDE_NCCL = {
     "ca_comm": ("vLLM's custom all-reduce maps the memory of its peers by CUDA IPC", f"start vLLM with {environment.VLLM_OPTION}"),
     "symm_mem_comm": ("vLLM uses torch's symmetric memory, which maps that of its peers", environment.VLLM_CURE),
+    "fi_pcie_ipc_ar_comm": (  # 0.30 and newer
+        "FlashInfer's all-reduce over PCIe maps the memory of the peers by CUDA IPC",
+        "unset VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC and start vLLM again",
+    ),
     "fi_ar_comm": ("FlashInfer's all-reduce workspace maps the memory of the peers", environment.VLLM_CURE),
 }
+HARMLESS = ("pynccl_comm", "qr_comm", "aiter_ar_comm")  # NCCL itself, and what there is for AMD's GPUs alone
 #: what vLLM's all-to-all may be without memory of its own
 _PLAIN_ALL2ALL = ("NaiveAll2AllManager", "AgRsAll2AllManager")
 
@@ -56,7 +63,7 @@ def hazards(
     *modules* stands for ``sys.modules``, *environ* for :func:`parsed_environment`.
     """
     modules = dict(sys.modules) if modules is None else modules
-    found = [*_of_vllm(modules), *_of_torch(modules), *_of_modules(modules)]
+    found = [*_of_vllm(modules), *_of_torch(modules), *_of_flashinfer(modules), *_of_modules(modules)]
     if communicators:
         environ = parsed_environment() if environ is None else environ
         for_torch = any(c.source == "torch" for c in communicators)
@@ -102,10 +109,16 @@ def _of_memory(c: Communicator) -> Iterator[Hazard]:
 def _of_vllm(modules: Mapping[str, Any]) -> Iterator[Hazard]:
     for name, group in vllm_groups(modules):
         device = getattr(group, "device_communicator", None)
-        for attribute, (what, cure) in _VLLM.items():
+        for attribute, (what, cure) in BESIDE_NCCL.items():
             used = getattr(device, attribute, None)
             if used is not None and not getattr(used, "disabled", False):
                 yield _import(f"{what} (group {name})", cure)
+        for attribute, used in sorted(getattr(device, "__dict__", {}).items()):
+            if not attribute.endswith("_comm") or attribute in BESIDE_NCCL or attribute in HARMLESS or used is None:
+                continue
+            if not getattr(used, "disabled", False):
+                what = f"vLLM has {type(used).__name__} ({attribute}, group {name}) beside NCCL, which gpuckpt does not know: "
+                yield _import(what + "it may map the memory of its peers", "start vLLM without it, or take a newer gpuckpt")
         all2all = type(getattr(device, "all2all_manager", None)).__name__
         if all2all not in ("NoneType", *_PLAIN_ALL2ALL):
             message = f"vLLM's all-to-all ({all2all}, group {name}) shares GPU memory with its peers outside NCCL"
@@ -118,7 +131,8 @@ def _of_vllm(modules: Mapping[str, Any]) -> Iterator[Hazard]:
 
 def _of_torch(modules: Mapping[str, Any]) -> Iterator[Hazard]:
     symmetric = modules.get("torch.distributed._symmetric_memory")
-    if getattr(symmetric, "_group_name_to_store", None) or getattr(symmetric, "_group_name_to_workspace_tensor", None):
+    kept = getattr(symmetric, "_group_name_to_store", None) or getattr(symmetric, "_group_name_to_workspace_tensor", None)
+    if kept or _symmetric_tensor(modules.get("torch"), symmetric):
         yield _import(
             "torch's symmetric memory maps that of the peers", "start the program without symmetric memory (enable_symm_mem_for_group)"
         )
@@ -134,6 +148,25 @@ def _of_torch(modules: Mapping[str, Any]) -> Iterator[Hazard]:
                 yield _nccl(
                     f"torch's process group {name} shares the resources of the one that it was split from", "split with split_share = 0"
                 )
+
+
+def _symmetric_tensor(torch: Any, symmetric: Any) -> bool:
+    """Whether a tensor lives in symmetric memory. Newer versions of torch keep no list of who uses it: all objects are walked for one."""
+    cls, ask = getattr(torch, "Tensor", None), getattr(symmetric, "is_symm_mem_tensor", None)
+    if ask is None or not isinstance(cls, type):
+        return False
+    for o in gc.get_objects():
+        with contextlib.suppress(Exception):  # of a tensor that is none, or whose memory is gone
+            if issubclass(type(o), cls) and o.is_cuda and ask(o):
+                return True
+    return False
+
+
+def _of_flashinfer(modules: Mapping[str, Any]) -> Iterator[Hazard]:
+    """Buffers that are mapped in all peers, which models make by themselves."""
+    cls = getattr(modules.get("flashinfer.comm.mnnvl"), "McastGPUBuffer", None)
+    if isinstance(cls, type) and any(type(o) is cls for o in gc.get_objects()):
+        yield _import("a multicast buffer of FlashInfer's (McastGPUBuffer) maps the memory of the peers", "start the program without it")
 
 
 def _process_groups(modules: Mapping[str, Any]) -> Iterable[tuple[Any, str]]:

@@ -54,6 +54,19 @@ def test_weights_and_cache_leave_before_the_driver(machine2: Machine, ranks: int
     assert machine2.used(0) == WEIGHTS + CACHE + REST
 
 
+@pytest.mark.parametrize("pooled", ["", "1"])
+def test_a_newer_vllm_has_more_under_tags(machine: Machine, pooled: str) -> None:
+    """Tags that vLLM 0.32 knows are kept, one inside another too; and there is nobody to tell that the cache is back."""
+    server = serve(machine, *ALONE, GPUCKPT_POOL=pooled, FAKE_POOL=pooled, FAKE_VLLM="newer")
+    reference = server.ask("first")
+    kept = WEIGHTS + GIB + (2 * GIB if pooled else 0)  # and graphs and workspaces, where torch's memory is simulated
+    for i in range(2):
+        down, _ = cycle(server)
+        assert down.document["processes"][0]["moved"] == {"kept_bytes": kept, "dropped_bytes": CACHE}
+        assert server.ask(f"after-{i}") == reference
+    assert not (machine.world.path / "woken").exists()
+
+
 def test_requests_in_flight_are_computed_anew_and_none_is_lost(machine: Machine) -> None:
     server = serve(machine, *ALONE)
     reference = server.ask("alone", 150)

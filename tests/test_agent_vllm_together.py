@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import runpy
@@ -96,10 +97,10 @@ def test_idle_engines_and_back(machine2: Machine, method: str) -> None:
     all_answer(server, "after", reference)
 
 
-@pytest.mark.parametrize(("busy", "options"), [((0,), ()), ((0, 1), ("--enable-sleep-mode",))])
-def test_a_wave_under_way_stands_and_goes_on(machine2: Machine, busy: tuple[int, ...], options: tuple[str, ...]) -> None:
-    """With sleep mode what is in the KV caches is forgotten by all engines, and computed anew."""
-    server = serve_together(machine2, *options)
+@pytest.mark.parametrize(("busy", "options", "version"), [((0,), (), ""), ((0,), (), "newer"), ((0, 1), ("--enable-sleep-mode",), "")])
+def test_a_wave_under_way_stands_and_goes_on(machine2: Machine, busy: tuple[int, ...], options: tuple[str, ...], version: str) -> None:
+    """With sleep mode what is in the KV caches is forgotten by all engines, and computed anew. vLLM 0.33 adds up in another way."""
+    server = serve_together(machine2, *options, FAKE_VLLM=version)
     reference = references(server, 100)
     stuck = machine2.world.path / "stuck"
     stuck.write_text(str(server.workers[1]))
@@ -221,7 +222,7 @@ def test_engines_without_a_coordinator_are_refused(machine2: Machine) -> None:
     assert "where it says there that gpuckpt cannot hold this engine, it says why" in refused.error["message"]
 
 
-@pytest.mark.parametrize("option", ["--enable-elastic-ep", "--enable-eplb"])
+@pytest.mark.parametrize("option", ["--enable-elastic-ep", "--enable-eplb", "--enable-fault-tolerance"])
 def test_what_no_engine_could_hold_is_refused(machine2: Machine, option: str) -> None:
     server = serve_together(machine2, option)
     refused = server.suspend()
@@ -232,16 +233,19 @@ def test_what_no_engine_could_hold_is_refused(machine2: Machine, option: str) ->
 Engine = tuple[bool, bool, bool]  # whether it has work, is to pause, and its workers have rung
 
 
-def test_the_sum_is_vllms_own_but_for_who_has_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("add", vllm_together.SUMS.values())
+def test_the_sum_is_vllms_own_but_for_who_has_rung(monkeypatch: pytest.MonkeyPatch, add: Any) -> None:
     """Every state of three engines: they learn the same, with gpuckpt or without it, and all are held when all have rung."""
     module = SimpleNamespace(**runpy.run_path(str(TREE / "vllm/config/parallel.py")))
     monkeypatch.setitem(sys.modules, vllm_together.PARALLEL, module)  # type: ignore[arg-type]  # what is asked of it
-    group, own = SimpleNamespace(size=lambda: 3), module.ParallelConfig.sync_dp_state
+    config, group, own = module.Newer(), SimpleNamespace(size=lambda: 3), module.ParallelConfig.sync_dp_state
+    reduce = module.torch.distributed
+    module.cpu_all_reduce_ = lambda tensor, group, timeout: reduce.all_reduce(tensor, op=sum, group=group)
     held: list[object] = []
 
     def ours(rung: bool) -> Any:
         bell = SimpleNamespace(all_rung=lambda: {1: 1} if rung else None)
-        return vllm_together.Together(None, cast("Any", bell), held.append).sync
+        return functools.partial(vllm_together.Together(None, cast("Any", bell), held.append, add).sync, config)
 
     def learn(engines: tuple[Engine, ...], functions: list[Any]) -> list[tuple[bool, bool]]:
         said: list[list[int]] = []

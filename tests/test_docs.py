@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +18,7 @@ from gpuckpt import errors
 from gpuckpt.cli.main import COMMANDS
 from gpuckpt.group import ERRORS_OF_HAZARDS
 from gpuckpt.model import ACCEPTABLE_HAZARDS
+from tests.test_vllm_versions import OTHERWISE, VERSIONS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests/gpu/README.md"]
@@ -152,6 +155,21 @@ def test_the_table_of_what_stays_needs_no_result_to_be_tried(monkeypatch: pytest
     ]
     monkeypatch.setitem(tables["what_stays"].__globals__, "result", lambda _: None)
     assert "Not yet run on a GPU" in tables["what_stays"]()
+
+
+def test_the_table_of_vllm_has_what_the_adapters_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says so where a version does not keep something; what nobody ran is never called run."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tables = runpy.run_path(str(ROOT / "benchmarks/tables.py"))
+    assert {f: otherwise for f, (_, otherwise, _) in tables["VLLM"].items() if f != "run"} == OTHERWISE
+    versions = copy.deepcopy(VERSIONS)
+    next(iter(versions.values()))["kept"]["hold"]["and what is not kept"] = False
+    monkeypatch.setitem(tables["vllm_versions"].__globals__, "json", SimpleNamespace(loads=lambda _: versions))
+    monkeypatch.setitem(tables["vllm_versions"].__globals__, "result", lambda _: None)
+    rows = [
+        [cell.strip() for cell in line.split("|")[2:-1]] for line in tables["vllm_versions"]().splitlines()[2 : 2 + len(tables["VLLM"])]
+    ]
+    assert rows == [["refused", *["read"] * (len(versions) - 1)], *[["read"] * len(versions)] * (len(tables["VLLM"]) - 1)]
 
 
 def test_a_figure_of_another_run_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

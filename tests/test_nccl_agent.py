@@ -49,3 +49,27 @@ out["verified"], out["calls"] = verified, calls()
     assert out["while"] == [True, []]
     assert out["verified"] == ["registered:a", "registered:b"]
     assert [c.split()[1] for c in out["calls"] if "Suspend" in c or "Resume" in c] == ["ncclCommSuspend"] * 2 + ["ncclCommResume"] * 2
+
+
+def test_what_vllm_has_suspended_itself_stays_so_and_is_vouched_for(nccl_run: Run) -> None:
+    """A server asleep with --enable-nccl-comm-suspend (vLLM 0.30): its own wake-up brings them back, not our resume."""
+    out = nccl_run(
+        BEGIN
+        + """
+for name in "ab":
+    c = communicator(new, name, carried=True)
+    register(c.pointer, c.library.path, name=name, carried=True)
+    if name == "a":
+        c.library.suspend(c.pointer)
+a = NcclCommunicators()
+out["seen"] = a.describe(), a.hazards()
+a.suspend()
+out["while"] = [c["name"] for c in a.describe()]
+a.resume()
+out["verified"], out["calls"] = verified, calls()
+"""
+    )
+    assert [c["name"] for c in out["seen"][0]] == out["while"] == ["registered:a", "registered:b"]
+    assert not [h for h in out["seen"][1] if "registered:" in h], "that of the environment aside"
+    assert out["verified"] == ["registered:b"]
+    assert [c.split()[1:] for c in out["calls"]] == [["ncclCommSuspend", "a"], ["ncclCommSuspend", "b"], ["ncclCommResume", "b"]]

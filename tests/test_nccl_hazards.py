@@ -32,7 +32,7 @@ out["two ranks"] = told([communicator(new, "tp", carried=True)])
 out["several"] = told([communicator(new, "tp"), communicator(new, "pp"), communicator(new, "dp")])
 out["not used yet"] = told([communicator(new, "pp", suspendable=0)])
 out["one GPU"] = told([], {"torch": Torch()}, {})
-out["vllm"] = told([], vllm(ca_comm=SimpleNamespace(disabled=True), symm_mem_comm=None, all2all_manager=None))
+out["vllm"] = told([], vllm(ca_comm=SimpleNamespace(disabled=True), symm_mem_comm=None, new_comm=None, all2all_manager=None))
 """)
     assert out == {"two ranks": [], "several": [], "not used yet": [], "one GPU": [], "vllm": []}
 
@@ -101,6 +101,8 @@ def test_two_ranks_of_one_communicator_in_one_process(run: Run) -> None:
         ("ca_comm=SimpleNamespace(disabled=False)", ["custom all-reduce", "--disable-custom-all-reduce"]),
         ("symm_mem_comm=SimpleNamespace(disabled=False)", ["symmetric memory", "gpuckpt env --vllm"]),
         ("fi_ar_comm=SimpleNamespace(disabled=False)", ["FlashInfer", "gpuckpt env --vllm"]),
+        ("fi_pcie_ipc_ar_comm=SimpleNamespace(disabled=False)", ["over PCIe", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"]),
+        ("new_comm=SimpleNamespace(disabled=False)", ["SimpleNamespace (new_comm", "does not know"]),
         ("all2all_manager=type('DeepEPHTAll2AllManager', (), {})()", ["DeepEPHTAll2AllManager", "allgather_reducescatter"]),
     ],
 )
@@ -135,6 +137,36 @@ out = [told([], {name: SimpleNamespace(_group_name_to_store=stores)}) for stores
 """)
     assert out[0] == []
     assert "symmetric memory" in out[1][0][1]
+
+
+def test_symmetric_memory_of_which_torch_keeps_no_list(run: Run) -> None:
+    """Those that vLLM 0.27 and newer come with, whose models and context parallelism allocate it. And a buffer of FlashInfer's."""
+    out = run("""
+class Tensor:
+    def __init__(self, is_cuda=True, at=0):
+        self.is_cuda, self.at = is_cuda, at
+class Gone(Tensor):
+    is_cuda = property(lambda self: 1 / 0, lambda self, value: None)
+torch, symmetric = Torch(), ModuleType("torch.distributed._symmetric_memory")
+torch.Tensor = Tensor
+symmetric.is_symm_mem_tensor = lambda t: t.at == 7
+modules = {"torch": torch, symmetric.__name__: symmetric}
+held = [Tensor(), Tensor(is_cuda=False, at=7), Gone()]
+out["none"] = told([], modules)
+held.append(Tensor(at=7))
+out["one"] = told([], modules)
+mnnvl = ModuleType("flashinfer.comm.mnnvl")
+mnnvl.McastGPUBuffer = type("McastGPUBuffer", (), {})
+out["no buffer"] = told([], {mnnvl.__name__: mnnvl})
+buffer = mnnvl.McastGPUBuffer()
+buffer.world_size = 2
+out["buffer"] = told([], {mnnvl.__name__: mnnvl})
+""")
+    assert (out["none"], out["no buffer"]) == ([], [])
+    ((kind, message, *_),) = out["one"]
+    assert (kind, "symmetric memory" in message) == ("possible-import", True)
+    ((kind, message, *_),) = out["buffer"]
+    assert (kind, "McastGPUBuffer" in message) == ("possible-import", True)
 
 
 def test_tensors_of_another_process(run: Run) -> None:

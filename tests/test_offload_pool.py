@@ -113,11 +113,16 @@ def test_vllms_memory_in_the_pool(gpu: Gpu, torch: Torch, cache_dtype: str) -> N
 class Platform:
     """vLLM's, as far as it is hooked."""
 
+    _global_graph_pool: Any = None
+
     def graph_pool_handle(self) -> Any:
         return "torch's own"
 
     def get_global_graph_pool(self) -> Any:
-        return self.graph_pool_handle()
+        cls = self.__class__
+        if cls._global_graph_pool is None:
+            cls._global_graph_pool = self.graph_pool_handle()
+        return cls._global_graph_pool
 
 
 class Workspaces:
@@ -153,7 +158,6 @@ def vllm(gpu: Gpu, torch: Torch, monkeypatch: pytest.MonkeyPatch) -> SimpleNames
 def test_vllms_graphs_are_in_the_pool_and_every_sleep_keeps_them(gpu: Gpu, torch: Torch, vllm: SimpleNamespace) -> None:
     """Of whoever asks the platform for the graph pool; those that are only measured have one of their own."""
     platform, cuda = vllm.Platform(), torch.module.cuda
-    assert platform.get_global_graph_pool() == "torch's own", "not before vLLM has taken the pool"
     allocator = vllm_pool._take()
     assert allocator is not None
     with allocator.use_memory_pool(tag="weights"):  # its wrappers are made while its weights are loaded, and it ends with a trim
@@ -161,6 +165,12 @@ def test_vllms_graphs_are_in_the_pool_and_every_sleep_keeps_them(gpu: Gpu, torch
         weights = torch.empty(GRANULARITY)
     assert vllm.Platform().get_global_graph_pool() == handle
     assert platform.graph_pool_handle() == "torch's own"
+    vllm.Platform._global_graph_pool, kept = "measured", vllm.Platform._global_graph_pool  # as 0.29 does for a while
+    assert platform.get_global_graph_pool() == "measured"
+    vllm.Platform._global_graph_pool = kept
+    assert platform.get_global_graph_pool() == handle
+    with allocator.cudagraph_pool() as offloaded:  # --sleep-mode-offload-cudagraph
+        assert offloaded == handle
     with allocator.use_memory_pool(tag="kv_cache"):
         cache = torch.empty(GRANULARITY)
     with cuda.graph(cuda.CUDAGraph(), pool=handle):
@@ -206,6 +216,107 @@ def test_vllms_workspaces_are_kept_and_the_smaller_ones_given_back(gpu: Gpu, tor
     assert [(s.tag, s.bytes, s.where) for s in pool.stats()] == [("runtime", 7 * GRANULARITY, "host")]
     allocator.wake_up(["weights"])
     assert workspaces._current_workspaces[0].content().startswith(b"scratch")
+
+
+def test_what_newer_versions_ask_an_allocator_for(gpu: Gpu, torch: Torch, vllm: SimpleNamespace) -> None:
+    """One tag inside another, tags of which a sleep says nothing, and the cache dropped alone."""
+    allocator = vllm_pool._take()
+    assert allocator is not None
+    made = {}
+    with allocator.use_memory_pool(tag="weights"):
+        made["weights"] = torch.empty(GRANULARITY).copy_(b"weights")
+    with allocator.use_memory_pool(tag="runtime"):
+        with allocator.use_memory_pool(tag="kv_cache"):
+            made["kv_cache"] = torch.empty(GRANULARITY)
+        made["runtime"] = torch.empty(GRANULARITY).copy_(b"runtime")
+
+    class Newer(Workspaces):
+        def __init__(self, alloc_context: Any) -> None:
+            super().__init__()
+            self.alloc_context = alloc_context
+
+        def _ensure_workspace_size(self, required_bytes: int) -> Any:
+            with self.alloc_context():
+                return super()._ensure_workspace_size(required_bytes)
+
+    Newer.torch = torch
+    sys.modules[vllm_pool.WORKSPACE].WorkspaceManager = Newer  # type: ignore[attr-defined]
+    own = Newer._ensure_workspace_size
+    vllm_pool._hook_workspaces(pool)
+    assert Newer._ensure_workspace_size is own
+    made["workspace"] = Newer(lambda: allocator.use_memory_pool("workspace"))._ensure_workspace_size(GRANULARITY)
+    assert where() == dict.fromkeys(made, "gpu")
+    allocator.sleep(offload_tags=("weights", "runtime", "cudagraph"))
+    assert where() == {"weights": "host", "kv_cache": "discarded", "runtime": "host", "workspace": "host"}
+    allocator.wake_up(["weights"])
+    assert where() == dict.fromkeys(made, "gpu") | {"kv_cache": "discarded"}
+    allocator.wake_up(["kv_cache"])
+    allocator.discard(("kv_cache",))
+    assert where() == dict.fromkeys(made, "gpu") | {"kv_cache": "discarded"}
+    with pytest.raises(ValueError, match="runtime cannot be discarded"):
+        allocator.discard("runtime")
+    allocator.wake_up(None)
+    assert [made[t].content()[:7] for t in ("weights", "runtime")] == [b"weights", b"runtime"]
+
+
+def test_all_who_have_the_function_by_name_get_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none of them where an allocator is asked for what the pool has not."""
+    monkeypatch.setenv(vllm_pool.VARIABLE, "1")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+
+    def get_mem_allocator_instance() -> None: ...
+
+    modules = [ModuleType(name) for name in ("vllm", "vllm.device_allocator", "vllm.compilation.cudagraph_pool")]
+    for module in modules:
+        module.get_mem_allocator_instance = get_mem_allocator_instance  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    modules[1].MemAllocator = type("MemAllocator", (), {"sleep": None, "defragment": None})  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="asked for defragment"):
+        vllm_pool.hook()
+    assert {m.get_mem_allocator_instance for m in modules} == {get_mem_allocator_instance}
+    modules[1].MemAllocator = type("MemAllocator", (), {"sleep": None, "discard": None})  # type: ignore[attr-defined]
+    vllm_pool.hook()
+    assert modules[1].get_mem_allocator_instance is modules[2].get_mem_allocator_instance is not get_mem_allocator_instance
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_custom_all_reduce_that_copies_registers_nothing(
+    gpu: Gpu, torch: Torch, vllm: SimpleNamespace, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with --sleep-mode-offload-cudagraph."""
+    group = SimpleNamespace(device_communicator=SimpleNamespace(ca_comm=SimpleNamespace(disabled=False, _capture_registered=not copies)))
+    state = ModuleType("vllm.distributed.parallel_state")
+    state._groups = {"tp:0": lambda: group}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, state.__name__, state)
+    assert vllm_pool._take() is not None
+    assert (vllm.Platform().get_global_graph_pool() == "torch's own") is not copies
+
+
+@pytest.mark.parametrize(("locked", "tagged"), [(False, 1), (True, 0)])
+def test_a_workspace_that_does_not_grow_any_more_costs_nothing(
+    gpu: Gpu, torch: Torch, vllm: SimpleNamespace, locked: bool, tagged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of newer versions some are never there, so that they would be looked for at every step."""
+    assert vllm_pool._take() is not None
+    workspaces, entered = vllm.WorkspaceManager(), []
+    workspaces._ensure_workspace_size(GRANULARITY)
+    workspaces._current_workspaces.append(None)
+    workspaces._locked = locked
+    tag = pool.tag
+    monkeypatch.setattr(pool, "tag", lambda name: entered.append(name) or tag(name))
+    workspaces._ensure_workspace_size(GRANULARITY)
+    assert len(entered) == tagged
+
+
+def test_a_cache_that_is_not_alone_and_that_nobody_restores_is_kept() -> None:
+    """By what the model runner has: neither is known of it."""
+    for runner, drops in (
+        (SimpleNamespace(), False),
+        (SimpleNamespace(initialize_kv_cache=lambda config, kv_cache_allocation_context: ...), True),
+    ):
+        made = worker()
+        made.model_runner = runner
+        assert vllm_memory.InPool(made)._drops() is drops
 
 
 @pytest.mark.parametrize("lack", ["the method", "the module", "torch's method", "workspaces", "custom all-reduce"])

@@ -19,13 +19,14 @@ class NcclCommunicators:
     """An agent's :class:`~gpuckpt.agent.communicators.Communicators`. A process without communicators has nothing to suspend."""
 
     def __init__(self) -> None:
-        self._suspended: tuple[Communicator, ...] | None = None  # None: nothing has been asked of them
+        self._suspended: tuple[Communicator, ...] | None = None  # by us; None: nothing has been asked of them
+        self._seen: tuple[Communicator, ...] = ()  # all that were there then
 
     def describe(self) -> list[dict[str, Any]]:
         from gpuckpt.nccl.communicators import listing
         from gpuckpt.nccl.suspend import needed_host_bytes
 
-        known = listing().communicators if self._suspended is None else self._suspended
+        known = listing().communicators if self._suspended is None else self._seen
         backups = needed_host_bytes(known) if self._suspended is None else [0] * len(known)
         return [
             {"name": c.label, "rank": c.rank, "size": c.size, "nccl": c.library.version, "host_bytes": n}
@@ -51,7 +52,8 @@ class NcclCommunicators:
         from gpuckpt.nccl import suspend
         from gpuckpt.nccl.communicators import listing
 
-        outcome = suspend.suspend(listing().communicators)
+        self._seen = listing().communicators
+        outcome = suspend.suspend(self._seen)
         self._suspended = outcome.done  # what was found suspended belongs to its owner, and stays so
         outcome.raise_for_error()
 

@@ -9,9 +9,10 @@ Engines that step together agree on the step first (:mod:`gpuckpt.agent.vllm_tog
 With ``--enable-sleep-mode`` what vLLM's own allocator holds leaves the GPU while the workers stand (:mod:`gpuckpt.agent.vllm_memory`).
 The engine forgets beforehand what is in the KV cache, if it will be dropped: whether it will, each worker has heard with its quiesce.
 
-What it relies on in vLLM (0.26): ``EngineCoreProc`` handles each request between two steps by ``_handle_client_request``, a ``WAKEUP``
-too, and a blocked loop wakes for one in ``input_queue``; ``model_executor.collective_rpc`` runs a callable on every worker in the order of
-all other work; a worker's loop is ``WorkerProc.worker_busy_loop``. ``tests/gpu/vllm_contract.py`` checks each of these in vLLM's sources.
+What it relies on in vLLM (0.26 to 0.33, of which only 0.26 has run): ``EngineCoreProc`` handles each request between two steps by
+``_handle_client_request``, a ``WAKEUP`` too, and a blocked loop wakes for one in ``input_queue``; ``model_executor.collective_rpc`` runs a
+callable on every worker in the order of all other work; a worker's loop is ``WorkerProc.worker_busy_loop``.
+``tests/gpu/vllm_contract.py`` checks each of these in vLLM's sources.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
+
+from gpuckpt.agent.vllm_known import known
 
 if TYPE_CHECKING:
     from gpuckpt.agent.bell import Bell, Ring
@@ -79,7 +82,7 @@ def _hook_engine(core: Any) -> None:
     cls = core.EngineCoreProc
     if hasattr(cls._handle_client_request, VARIABLE):
         return
-    handle, wakeup = cls._handle_client_request, core.EngineCoreRequestType.WAKEUP
+    handle, wakeup = known(cls, "_handle_client_request", "self", "request_type", "request"), core.EngineCoreRequestType.WAKEUP
 
     @functools.wraps(handle)
     def handled(engine: Any, request_type: Any, request: Any) -> None:
@@ -88,9 +91,9 @@ def _hook_engine(core: Any) -> None:
             _together.come() if _together else hold(engine)
 
     setattr(handled, VARIABLE, True)
-    for each in (cls, *cls.__subclasses__()):  # that of data-parallel engines has a loop of its own
-        if "run_busy_loop" in vars(each):
-            each.run_busy_loop = _heard(each.run_busy_loop, wakeup)
+    loops = [each for each in (cls, *cls.__subclasses__()) if "run_busy_loop" in vars(each)]  # data-parallel engines have one of their own
+    for each, own in [(each, known(each, "run_busy_loop", "self")) for each in loops]:  # all are known before one is changed
+        each.run_busy_loop = _heard(own, wakeup)
     cls._handle_client_request = handled
 
 
@@ -107,7 +110,7 @@ def _hook_worker(executor: Any) -> None:
     cls = executor.WorkerProc
     if hasattr(cls.worker_busy_loop, VARIABLE):
         return
-    worker_busy_loop = cls.worker_busy_loop
+    worker_busy_loop = known(cls, "worker_busy_loop", "self")
 
     @functools.wraps(worker_busy_loop)
     def run(process: Any) -> Any:

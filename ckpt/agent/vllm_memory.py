@@ -4,32 +4,53 @@ It is sleep level 1 by the allocator that vLLM has them in, without its endpoint
 what is in it: its prefix cache is empty then, and requests in flight are computed anew from their tokens. Where others hold blocks of the
 cache (a KV connector), or what wakes up would not be what slept (a quantised cache, whose scales vLLM sets to 1), it is kept.
 
-What it relies on in vLLM (0.26): ``CuMemAllocator.instance``, its ``pointer_to_data`` and the ``is_asleep`` of each; ``create_and_map``,
-``unmap_and_release`` and ``libcudart`` beside it; ``post_kv_cache_wake_up`` of the model runner. vLLM's own ``wake_up`` cannot be called
-again where it runs out of memory half-way, so blocks are woken here one by one.
+What it relies on in vLLM (0.26 to 0.33, of which only 0.26 has run): ``CuMemAllocator.instance``, its ``pointer_to_data`` and the
+``is_asleep`` of each; ``create_and_map``, ``unmap_and_release`` and ``libcudart`` beside it. vLLM's own ``wake_up`` cannot be called again
+where it runs out of memory half-way, so blocks are woken here one by one. Tags other than "kv_cache" are kept, whatever they are: newer
+versions have "runtime", "workspace" and "cudagraph" as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 import sys
 from collections.abc import Collection
 from typing import Any
 
 from gpuckpt.agent import vllm_pool
+from gpuckpt.agent.vllm_known import known
 
 CUMEM = "vllm.device_allocator.cumem"
 KV_CACHE = "kv_cache"
+#: What the model runner makes anew when the memory of the cache is back. Newer ones have nothing else there, and no such method: they take
+#: the context in which the cache alone is allocated.
+TOLD, ALONE = "post_kv_cache_wake_up", "kv_cache_allocation_context"
 _PLAIN_CACHES = ("auto", "bfloat16", "float16", "half", "float", "float32")
+
+log = logging.getLogger("vllm.gpuckpt")
 
 
 def of(worker: Any) -> SleepMode | None:
-    """What *worker* has in sleep mode's memory; None where vLLM was started without ``--enable-sleep-mode`` or with a backend of others."""
+    """What *worker* has in sleep mode's memory; None where vLLM was started without ``--enable-sleep-mode`` or with a backend of others.
+
+    None, with a warning, where its allocator is not as known: the driver takes all then.
+    """
     model = getattr(getattr(worker, "vllm_config", None), "model_config", None)
     own = getattr(model, "sleep_mode_backend", "cumem") == "cumem"
     if not getattr(model, "enable_sleep_mode", False) or not own:
         return None
-    return InPool(worker) if vllm_pool.chosen() else InCumem(worker)
+    if vllm_pool.chosen():
+        return InPool(worker)
+    try:
+        if cumem := sys.modules.get(CUMEM):
+            known(cumem.CuMemAllocator, "sleep", "self", "offload_tags")
+            _ = cumem.CuMemAllocator.instance, cumem.create_and_map, cumem.unmap_and_release, cumem.libcudart
+    except AttributeError as e:
+        log.warning("gpuckpt does not know this version of vLLM's sleep mode, whose memory the driver takes with all else: %s", e)
+        return None
+    return InCumem(worker)
 
 
 class SleepMode:
@@ -73,11 +94,14 @@ class SleepMode:
     def onload(self) -> None:
         self._wake()
         if self._dropped:
-            self.worker.model_runner.post_kv_cache_wake_up()
+            if tell := getattr(self.worker.model_runner, TOLD, None):
+                tell()
             self._dropped = False
 
     def _drops(self) -> bool:
         config = self.worker.vllm_config
+        if not _restores(self.worker.model_runner):
+            return False
         return getattr(config, "kv_transfer_config", None) is None and str(config.cache_config.cache_dtype) in _PLAIN_CACHES
 
     def _tags(self) -> list[dict[str, Any]]:
@@ -148,6 +172,12 @@ class InPool(SleepMode):
 
     def _wake(self) -> None:
         sys.modules["gpuckpt.pool"].wake()  # nothing slept before
+
+
+def _restores(runner: Any) -> bool:
+    """Whether the memory of the cache may be dropped: what else lies there is made anew, or nothing does."""
+    allocate = getattr(runner, "initialize_kv_cache", None)
+    return hasattr(runner, TOLD) or (allocate is not None and ALONE in inspect.signature(allocate).parameters)
 
 
 def _wake_block(cumem: Any, address: int, block: Any) -> None:

@@ -1,17 +1,19 @@
 """``gpuckpt.pool`` as the allocator of vLLM's sleep mode, where ``GPUCKPT_POOL=1`` asks for it beside ``GPUCKPT_AGENT=1``.
 
-vLLM (0.26) takes its allocator from ``vllm.device_allocator.get_mem_allocator_instance``, wherever it allocates, sleeps or wakes up, by
+vLLM takes its allocator from ``vllm.device_allocator.get_mem_allocator_instance``, wherever it allocates, sleeps or wakes up, by
 its own endpoints too. In its place stands :class:`PoolAllocator`, with vLLM's tags "weights" and "kv_cache".
 
 With it come, under tags that every sleep keeps in host memory:
 
 - "cudagraph": the graphs of ``current_platform.get_global_graph_pool``, which all of vLLM's wrappers and managers ask for the id of their
   graph pool (FULL, PIECEWISE, breakable, micro-batched, the speculator's), and pass on to its PyNccl. Captures that are only measured, and
-  those of an encoder for images, have pools of their own by ``graph_pool_handle``, and stay outside.
-- "runtime": the scratch of ``WorkspaceManager``, each a tensor of its own that grows until vLLM serves.
+  those of an encoder for images, have pools of their own by ``graph_pool_handle``, and stay outside. With
+  ``--sleep-mode-offload-cudagraph`` (0.32) vLLM asks its allocator for a graph pool, and gets the same.
+- "runtime": the scratch of ``WorkspaceManager``, each a tensor of its own that grows until vLLM serves. Newer versions allocate it, and
+  more, under tags of their own ("workspace", "runtime").
 
-The rest stays where torch has it, for reasons that docs/pool.md has. The server with the pool started and answered on a GPU; graphs and
-workspaces in it have not yet run on one.
+The rest stays where torch has it, for reasons that docs/pool.md has. With vLLM 0.26 a server with the pool started and answered on a GPU;
+graphs and workspaces in it have not yet run on one. Versions up to 0.33 are read from their sources.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from gpuckpt.agent.vllm_known import known
+
 VARIABLE = "GPUCKPT_POOL"
 DROPPABLE = frozenset({"weights", "kv_cache"})
 RUNTIME = "runtime"
+NAME, GLOBAL = "get_mem_allocator_instance", "_global_graph_pool"
 PLATFORM, WORKSPACE = "vllm.platforms.interface", "vllm.v1.worker.workspace"
 
 log = logging.getLogger("vllm.gpuckpt")
@@ -46,7 +52,7 @@ class PoolAllocator:
         """What torch allocates inside lies in the pool. What it does not use at the end is given back, as vLLM's own does."""
         with self._pool.tag(tag or "default"):
             yield
-        self._pool.trim()
+        self._trim()
 
     def sleep(self, offload_tags: Iterable[str] | str | None = None) -> None:
         """Weights and KV cache are dropped unless they are named; all else is kept, since captured graphs may read it."""
@@ -55,6 +61,18 @@ class PoolAllocator:
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self._pool.wake(tags)
+
+    def discard(self, tags: Iterable[str] | str) -> None:
+        self._pool.discard(tags)
+
+    @contextlib.contextmanager
+    def cudagraph_pool(self) -> Iterator[Any]:
+        """The id of the pool that graphs have without being asked for it, too."""
+        yield self._pool.graph_pool()
+
+    def _trim(self) -> None:
+        with contextlib.suppress(RuntimeError):  # somebody is inside another tag: what is not used is given back later
+            self._pool.trim()
 
     def get_current_usage(self) -> int:
         """Bytes."""
@@ -76,15 +94,18 @@ def hook() -> None:
     own = module.get_mem_allocator_instance
     if hasattr(own, VARIABLE):
         return
+    asked = (name for name in vars(getattr(module, "MemAllocator", object)) if not name.startswith("_"))
+    if lacking := [name for name in asked if not hasattr(PoolAllocator, name)]:
+        raise AttributeError(f"an allocator is asked for {', '.join(lacking)}")
 
     @functools.wraps(own)
     def get_mem_allocator_instance() -> Any:
         return _take() or own()
 
     setattr(get_mem_allocator_instance, VARIABLE, True)
-    for user in (module, sys.modules.get("vllm.v1.worker.gpu_worker")):
-        if user is not None:
-            setattr(user, own.__name__, get_mem_allocator_instance)
+    for path, user in list(sys.modules.items()):  # whoever has imported it by name
+        if path.startswith("vllm.") and getattr(user, "__dict__", {}).get(NAME) is own:
+            setattr(user, NAME, get_mem_allocator_instance)
 
 
 @functools.cache
@@ -114,13 +135,17 @@ def _hook_graphs(pool: Any) -> None:
     if name := _who_registers_graphs():
         why = "registers the memory of graphs with its peers by CUDA IPC, which does not take the pool's: start vLLM with"
         raise RuntimeError(f"the custom all-reduce of group {name} {why} --disable-custom-all-reduce")
-    own, handle = cls.get_global_graph_pool, pool.graph_pool()
-    if handle is None:
+    own = known(cls, "get_global_graph_pool", "self")
+    if not hasattr(cls, GLOBAL):
+        raise AttributeError(f"Platform has no {GLOBAL}")
+    if (handle := pool.graph_pool()) is None:
         return
 
     @functools.wraps(own)
-    def get_global_graph_pool(_: Any) -> Any:
-        return handle
+    def get_global_graph_pool(platform: Any) -> Any:
+        if getattr(platform, GLOBAL) is None:  # else one that is only measured with has its place for a while (0.29 and newer)
+            setattr(type(platform), GLOBAL, handle)
+        return own(platform)
 
     cls.get_global_graph_pool = get_global_graph_pool
 
@@ -130,18 +155,22 @@ def _who_registers_graphs() -> str:
 
     for name, group in vllm_groups(sys.modules):
         used = getattr(getattr(group, "device_communicator", None), "ca_comm", None)
-        if used is not None and not getattr(used, "disabled", False):
+        copies = not getattr(used, "_capture_registered", True)  # with --sleep-mode-offload-cudagraph
+        if used is not None and not copies and not getattr(used, "disabled", False):
             return name
     return ""
 
 
 def _hook_workspaces(pool: Any) -> None:
     cls = importlib.import_module(WORKSPACE).WorkspaceManager
-    own = cls._ensure_workspace_size
+    own = known(cls, "_ensure_workspace_size", "self", "required_bytes")
+    if "alloc_context" in inspect.signature(cls).parameters:
+        return  # it takes its memory from vLLM's allocator, which we are (0.33)
 
     @functools.wraps(own)
     def _ensure_workspace_size(manager: Any, required_bytes: int) -> Any:
-        if all(w is not None and w.nbytes >= required_bytes for w in getattr(manager, "_current_workspaces", ())):
+        slots = getattr(manager, "_current_workspaces", ())  # some of which may never be used (0.28 and newer)
+        if getattr(manager, "_locked", False) or all(w is not None and w.nbytes >= required_bytes for w in slots):
             return own(manager, required_bytes)
         with pool.tag(RUNTIME):
             workspace = own(manager, required_bytes)

@@ -38,6 +38,7 @@ __all__ = [
     "asleep",
     "copy_",
     "cuda_graph",
+    "discard",
     "drop_graphs",
     "graph_pool",
     "problem",
@@ -120,9 +121,8 @@ def sleep(
     keep, drop = _names(offload), _names(discard)
     if both := keep & drop:
         raise ValueError(f"to be offloaded and discarded: {', '.join(sorted(both))}")
-    _refuse_unknown(keep | drop)
-    if needed := [t for t in _KEPT if t in drop]:
-        raise ValueError(f"{' and '.join(needed)} cannot be discarded: captured graphs read values in there that nothing writes again")
+    _refuse_unknown(keep)
+    _refuse_discard(drop)
     tags = _ours()
     if tags is None:
         return Moved(0.0, 0, 0, 0)
@@ -136,6 +136,20 @@ def sleep(
             moved = tags.allocator.sleep({t: "discard" if t in drop else "offload" for t in tags.allocator.tags})
     phases = {"settle": settled - begun, **moved.phases}
     return dataclasses.replace(moved, seconds=time.perf_counter() - begun, phases=phases)
+
+
+def discard(tags: Iterable[str]) -> Moved:
+    """Take the memory of *tags* alone off the GPU, its content dropped; that of the others stays as it is. Otherwise as :func:`sleep`."""
+    drop = _names(tags)
+    _refuse_discard(drop)
+    ours = _ours()
+    if ours is None:
+        return Moved(0.0, 0, 0, 0)
+    begun = time.perf_counter()
+    with ours.still("discard"):
+        ours.settle()
+        moved = ours.allocator.sleep(dict.fromkeys(drop, "discard"))
+    return dataclasses.replace(moved, seconds=time.perf_counter() - begun)
 
 
 def wake(tags: Iterable[str] | None = None, *, barrier: Callable[[], object] | None = None) -> Moved:
@@ -265,6 +279,12 @@ def _known() -> tuple[str, ...]:
 
 def _names(names: Iterable[str] | None) -> set[str]:
     return {names} if isinstance(names, str) else set(names or ())
+
+
+def _refuse_discard(names: set[str]) -> None:
+    _refuse_unknown(names)
+    if needed := [t for t in _KEPT if t in names]:
+        raise ValueError(f"{' and '.join(needed)} cannot be discarded: captured graphs read values in there that nothing writes again")
 
 
 def _refuse_unknown(names: set[str]) -> None:

@@ -1,20 +1,29 @@
-"""What gpuckpt.agent.vllm relies on in vLLM, read from its sources without importing it (torch alone takes seconds). usage: vllm_contract.py [ROOT]"""
+"""What gpuckpt relies on in vLLM, read from its sources without importing it (torch alone takes seconds).
+
+usage: vllm_contract.py [ROOT]    say what of it the vLLM in ROOT (its package's folder) keeps; the installed one by default
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+
+from gpuckpt.agent import vllm_pool, vllm_together
+from gpuckpt.nccl import environment, hazards
+from gpuckpt.supervisor import vllm
 
 
 def checks(root: Path) -> dict[str, bool]:
     """Each assumption in words -> whether the vLLM in *root* (the folder of the package) keeps it."""
-    core = _Source(root / "v1/engine/core.py")
-    executor = _Source(root / "v1/executor/multiproc_executor.py")
-    uniproc = _Source(root / "v1/executor/uniproc_executor.py")
-    plugins = _Source(root / "plugins/__init__.py")
+    core = Source(root / "v1/engine/core.py")
+    executor = Source(root / "v1/executor/multiproc_executor.py")
+    uniproc = Source(root / "v1/executor/uniproc_executor.py")
+    plugins = Source(root / "plugins/__init__.py")
     rpc = {"self", "method", "timeout", "args", "kwargs", "non_block"}
     return {
         "vLLM loads the group vllm.general_plugins": '"vllm.general_plugins"' in plugins.text,
@@ -32,8 +41,7 @@ def checks(root: Path) -> dict[str, bool]:
         "engine.model_executor": "self.model_executor = " in core.body("EngineCore", "__init__"),
         "MultiprocExecutor.collective_rpc(method, timeout, args, kwargs, non_block)": rpc <= set(executor.parameters("MultiprocExecutor", "collective_rpc")),
         "UniProcExecutor.collective_rpc(method, timeout, args, kwargs, non_block)": rpc <= set(uniproc.parameters("UniProcExecutor", "collective_rpc")),
-        "a callable is sent pickled, and called with the worker": "partial(" in executor.body("WorkerProc", "worker_busy_loop")
-        and "loads(method)" in executor.body("WorkerProc", "worker_busy_loop"),
+        "a callable is sent pickled, and called with the worker": re.search(r"partial\(\w*\.?loads\(method\), self\.worker\)", executor.text) is not None,
         "an answer waits for all earlier ones": "self.futures_queue.pop()" in executor.body("FutureWrapper", "result"),
         "MultiprocExecutor.workers, and none in UniProcExecutor": "self.workers" in executor.text and "self.workers" not in uniproc.text,
         "WorkerProc.worker_busy_loop(self), entered when the worker is ready": executor.parameters("WorkerProc", "worker_busy_loop") == ["self"]
@@ -44,23 +52,25 @@ def checks(root: Path) -> dict[str, bool]:
 
 def checks_of_together(root: Path) -> dict[str, bool]:
     """What gpuckpt.agent.vllm_together relies on, where data-parallel engines step together."""
-    core = _Source(root / "v1/engine/core.py")
-    coordinator = _Source(root / "v1/engine/coordinator.py")
-    parallel = _Source(root / "config/parallel.py")
+    core = Source(root / "v1/engine/core.py")
+    coordinator = Source(root / "v1/engine/coordinator.py")
+    parallel = Source(root / "config/parallel.py")
+    adds = "|".join(re.escape(words) for words in vllm_together.SUMS)
     summed, loop = parallel.body("ParallelConfig", "sync_dp_state"), core.body("DPEngineCoreProc", "run_busy_loop")
     once = core.body("DPEngineCoreProc", "_has_global_unfinished_reqs")
     request = core.body("DPEngineCoreProc", "_handle_client_request")
     return {
-        "ParallelConfig.sync_dp_state(dp_group, has_unfinished, pending_pause)": parallel.parameters("ParallelConfig", "sync_dp_state")
+        "ParallelConfig.sync_dp_state(dp_group, has_unfinished, pending_pause), of the class or of an object": parallel.parameters(
+            "ParallelConfig", "sync_dp_state"
+        )[-3:]
         == ["dp_group", "has_unfinished", "pending_pause"],
-        "it is one sum of two numbers": "[int(has_unfinished), int(pending_pause)], dtype=torch.int32" in summed
-        and "torch.distributed.all_reduce(tensor, op=ReduceOp.SUM, group=dp_group)" in summed
-        and summed.count("all_reduce(") == 1,
+        "it is one sum of two numbers, in a way that is known": "[int(has_unfinished), int(pending_pause)], dtype=torch.int32" in summed
+        and len(re.findall(adds, summed)) == len(re.findall(r"all_reduce_?\(", summed)) == 1,
         "any number above zero means work": "tensor[0].item() > 0 or pause_count % dp_size != 0" in summed and "pause_count == dp_size" in summed,
         "its module has torch and ReduceOp": "import torch\n" in parallel.text and "ReduceOp" in parallel.text,
-        "an engine asks for it in one place, every 32 steps": core.text.count("sync_dp_state(") == 1
-        and "ParallelConfig.sync_dp_state(" in once
-        and "self.step_counter % 32 != 0" in once,
+        "an engine asks for it in one place, after steps that all engines count alike": core.text.count("sync_dp_state(") == 1
+        and re.search("(ParallelConfig|parallel_config).sync_dp_state\\(", once) is not None
+        and re.search("self.step_counter % (32|self.dp_sync_interval) != 0", once) is not None,
         "each turn of the loop is one step, of a batch or of an empty one, and then the sum": loop.index("self._process_engine_step()")
         < loop.index("self.execute_dummy_batch()")
         < loop.index("self._has_global_unfinished_reqs(")
@@ -74,7 +84,9 @@ def checks_of_together(root: Path) -> dict[str, bool]:
         "an engine tells the coordinator that a wave starts": "(-1, EngineCoreOutputs(start_wave=self.current_wave))" in core.body("DPEngineCoreProc", "add_request"),
         "the coordinator tells the other engines": "outputs.start_wave" in coordinator.text
         and "self._send_start_wave(publish_back, wave, eng_index)" in coordinator.text,
-        "all engines are paused at one sum": core.text.count("self.ignore_start_dp_wave = True") == 1 and "self.ignore_start_dp_wave = True" in once,
+        "all engines are paused at one sum, or by elastic EP, which is refused": "self.ignore_start_dp_wave = True" in once
+        and core.text.count("self.ignore_start_dp_wave = True")
+        == sum("self.ignore_start_dp_wave = True" in body for body in (once, core.body("DPEngineCoreProc", "_eep_scale_up_before_kv_init"))),
         "and resume together": "ParallelConfig.has_unfinished_dp(" in core.body("DPEngineCoreProc", "resume_scheduler"),
         "enable_elastic_ep, enable_eplb, eplb_config.use_async": all(
             words in parallel.text for words in ("enable_elastic_ep: bool", "enable_eplb: bool", "eplb_config: EPLBConfig", "use_async: bool")
@@ -84,9 +96,9 @@ def checks_of_together(root: Path) -> dict[str, bool]:
 
 def checks_of_experts(root: Path) -> dict[str, bool]:
     """What gpuckpt.nccl relies on, where experts are spread over GPUs."""
-    cuda = _Source(root / "distributed/device_communicators/cuda_communicator.py")
-    all2all = _Source(root / "distributed/device_communicators/all2all.py")
-    state = _Source(root / "distributed/parallel_state.py")
+    cuda = Source(root / "distributed/device_communicators/cuda_communicator.py")
+    all2all = Source(root / "distributed/device_communicators/all2all.py")
+    state = Source(root / "distributed/parallel_state.py")
     return {
         "the groups of data and expert parallelism are groups as any other": all(f"{name} = init_model_parallel_group(" in state.text for name in ("_DP", "_EP")),
         "each of more than one rank has a PyNccl": "if self.world_size > 1:\n            self.pynccl_comm = PyNcclCommunicator(" in cuda.text,
@@ -98,12 +110,12 @@ def checks_of_experts(root: Path) -> dict[str, bool]:
 
 def checks_of_nccl(root: Path) -> dict[str, bool]:
     """What gpuckpt.nccl relies on."""
-    pynccl = _Source(root / "distributed/device_communicators/pynccl.py")
-    wrapper = _Source(root / "distributed/device_communicators/pynccl_wrapper.py")
-    cuda = _Source(root / "distributed/device_communicators/cuda_communicator.py")
-    weights = _Source(root / "distributed/weight_transfer/nccl_common.py")
-    base = _Source(root / "v1/worker/worker_base.py")
-    state = _Source(root / "distributed/parallel_state.py")
+    pynccl = Source(root / "distributed/device_communicators/pynccl.py")
+    wrapper = Source(root / "distributed/device_communicators/pynccl_wrapper.py")
+    cuda = Source(root / "distributed/device_communicators/cuda_communicator.py")
+    weights = Source(root / "distributed/weight_transfer/nccl_common.py")
+    base = Source(root / "v1/worker/worker_base.py")
+    state = Source(root / "distributed/parallel_state.py")
     return {
         "parallel_state._groups holds weak references by name": "_groups[group.unique_name] = weakref.ref(group)" in state.text,
         "group.device_communicator": "self.device_communicator" in state.text,
@@ -116,6 +128,13 @@ def checks_of_nccl(root: Path) -> dict[str, bool]:
         "custom all-reduce, symmetric memory, FlashInfer: ca_comm, symm_mem_comm, fi_ar_comm": all(
             f"self.{name}:" in cuda.text for name in ("ca_comm", "symm_mem_comm", "fi_ar_comm")
         ),
+        "what else a group has beside NCCL is known, or AMD's": set(re.findall(r"self\.(\w+_comm): ", cuda.text))
+        <= {*hazards.HARMLESS, *hazards.BESIDE_NCCL},
+        "a communicator that its own suspend took down is told by NCCL": "def suspend(" not in pynccl.text
+        or all(
+            words in wrapper.text + pynccl.text
+            for words in ('_funcs["ncclCommSuspend"](comm, flags)', "self.nccl.ncclCommSuspend(self.comm, ", "self.nccl.ncclCommResume(self.comm)")
+        ),
         "a worker loads the plugins": "load_general_plugins()" in base.body("WorkerWrapperBase", "init_worker"),
         "a worker tells its vllm_config": "self.vllm_config = " in base.text,
     }
@@ -123,32 +142,29 @@ def checks_of_nccl(root: Path) -> dict[str, bool]:
 
 def checks_of_sleep(root: Path) -> dict[str, bool]:
     """What gpuckpt.agent.vllm_memory relies on, where a server has sleep mode."""
-    cumem = _Source(root / "device_allocator/cumem.py")
-    data = _Source(root / "device_allocator/__init__.py")
-    core = _Source(root / "v1/engine/core.py")
-    scheduler = _Source(root / "v1/core/sched/scheduler.py")
-    interface = _Source(root / "v1/core/sched/interface.py")
-    worker = _Source(root / "v1/worker/gpu_worker.py")
-    base = _Source(root / "v1/worker/worker_base.py")
-    uniproc = _Source(root / "v1/executor/uniproc_executor.py")
-    backend = _Source(root / "device_allocator/sleep_mode_backend.py")
+    cumem = Source(root / "device_allocator/cumem.py")
+    data = Source(root / "device_allocator/__init__.py")
+    core = Source(root / "v1/engine/core.py")
+    scheduler = Source(root / "v1/core/sched/scheduler.py")
+    interface = Source(root / "v1/core/sched/interface.py")
+    worker = Source(root / "v1/worker/gpu_worker.py")
+    base = Source(root / "v1/worker/worker_base.py")
+    uniproc = Source(root / "v1/executor/uniproc_executor.py")
+    runners = [Source(root / f"v1/worker/{name}") for name in ("gpu_model_runner.py", "gpu/model_runner.py")]
     return {
         "CuMemAllocator.instance and pointer_to_data": 'instance: "CuMemAllocator | None" = None' in cumem.text and "self.pointer_to_data" in cumem.text,
         "a block has handle, tag, cpu_backup_tensor and is_asleep": all(f"    {name}:" in data.text for name in ("handle", "tag", "cpu_backup_tensor", "is_asleep")),
-        "allocators come from get_mem_allocator_instance, and are asked for use_memory_pool and get_current_usage": all(
-            words in worker.text
-            for words in ("import get_mem_allocator_instance", "allocator = get_mem_allocator_instance()", ".use_memory_pool(tag=tag)", ".get_current_usage()")
-        )
-        and backend.text.count("allocator = get_mem_allocator_instance()") == 2,
         "a handle is device, size, address, handle": "HandleType: TypeAlias = tuple[int, int, int," in data.text,
         "CuMemAllocator.sleep(self, offload_tags)": cumem.parameters("CuMemAllocator", "sleep") == ["self", "offload_tags"],
         "create_and_map, unmap_and_release, libcudart": all(words in cumem.text for words in ("def create_and_map(", "def unmap_and_release(", "libcudart = CudaRTLibrary()")),
-        "level 1 keeps the weights and drops the rest": 'offload_tags=("weights",) if level == 1' in backend.text,
-        "tags are weights and kv_cache": 'tag="weights"' in worker.text and 'tag="kv_cache"' in worker.text,
-        "the model runner is told of a cache that woke up": "self.model_runner.post_kv_cache_wake_up()" in worker.body("Worker", "wake_up"),
+        "the memory of the cache alone is its own, or the model runner is told when it is back": "self.model_runner.post_kv_cache_wake_up()"
+        in worker.body("Worker", "wake_up")
+        or all("kv_cache_allocation_context" in r.parameters("GPUModelRunner", "initialize_kv_cache") for r in runners),
         "a worker in its wrapper: its attributes are the wrapper's": "getattr(self.worker, attr)" in base.body("WorkerWrapperBase", "__getattr__"),
-        "a server of which something sleeps schedules nothing": "if not self.model_executor.is_sleeping:\n            self.resume_scheduler()"
-        in core.body("EngineCore", "wake_up")
+        "a server of which something sleeps schedules nothing": any(
+            f"{words}:\n            self.resume_scheduler()" in core.body("EngineCore", "wake_up")
+            for words in ("if not self.model_executor.is_sleeping", "fully_awake = not self.model_executor.is_sleeping\n        if fully_awake")
+        )
         and "self.pause_scheduler(" in core.body("EngineCore", "sleep"),
         "UniProcExecutor.driver_worker": "self.driver_worker = " in uniproc.text,
         "EngineCore.reset_prefix_cache(reset_running_requests)": "reset_running_requests" in core.parameters("EngineCore", "reset_prefix_cache"),
@@ -164,6 +180,33 @@ def checks_of_sleep(root: Path) -> dict[str, bool]:
     }
 
 
+def checks_of_pool(root: Path) -> dict[str, bool]:
+    """What gpuckpt.agent.vllm_pool relies on, where gpuckpt's pool is vLLM's allocator."""
+    data, worker = Source(root / "device_allocator/__init__.py"), Source(root / "v1/worker/gpu_worker.py")
+    backend, executor = Source(root / "device_allocator/sleep_mode_backend.py"), Source(root / "v1/executor/abstract.py")
+    users = [text for path in root.rglob("*.py") if "get_mem_allocator_instance" in (text := path.read_text(errors="replace"))]
+    load, suspends = worker.body("Worker", "load_model"), backend.body("CuMemBackend", "suspend")
+    return {
+        "allocators come from get_mem_allocator_instance, which is imported by name": "def get_mem_allocator_instance()" in data.text
+        and "allocator = get_mem_allocator_instance()" in worker.text
+        and not any("device_allocator.get_mem_allocator_instance" in text for text in users),
+        "an allocator is asked for nothing else than ours has": set(data.functions("MemAllocator"))
+        == {n for n in data.functions("MemAllocator") if hasattr(vllm_pool.PoolAllocator, n)}
+        != set(),
+        "a sleep names what is kept: the weights at level 1, never the cache": "allocator.sleep(offload_tags=" in suspends
+        and '("weights",' in suspends
+        and "level == 1" in suspends
+        and "kv_cache" not in suspends,
+        "tags are weights and kv_cache": 'tag="weights"' in worker.text and 'tag="kv_cache"' in worker.text,
+        "/wake_up knows two tags, and no others": any(
+            words in executor.text for words in ('self.sleeping_tags = {"weights", "kv_cache"}', 'SLEEP_TAGS = frozenset(("weights", "kv_cache"))')
+        ),
+        "the allocator is asked for before the model is loaded, on its device, with its groups": 0 <= load.find('tag="weights"') < load.find(".load_model(")
+        and "set_device_index(self.device)" in worker.body("Worker", "init_device")
+        and "init_worker_distributed_environment(" in worker.body("Worker", "init_device"),
+    }
+
+
 #: Who captures graphs in vLLM, and in whose pool: the platform's one ("global"), or one of its own.
 _CAPTURES = {
     "compilation/cuda_graph.py": "global",
@@ -172,22 +215,25 @@ _CAPTURES = {
     "v1/worker/gpu_ubatch_wrapper.py": "global",
     "v1/worker/encoder_cudagraph.py": "own",
     "v1/spec_decode/gemma4.py": "own",
+    "models/deepseek_v41/nvidia/specialized_decode/runtime/metadata_graphs.py": "global",
 }
+#: Not of a server on NVIDIA's GPUs.
+_ELSEWHERE = ("benchmarks/", "third_party/", "model_executor/warmup/rocm_")
 
 
 def checks_of_graphs(root: Path) -> dict[str, bool]:
     """What gpuckpt.agent.vllm_pool relies on, where graphs and workspaces are in gpuckpt's pool."""
-    platform = _Source(root / "platforms/interface.py")
-    wrapper, breakable = _Source(root / "compilation/cuda_graph.py"), _Source(root / "compilation/breakable_cudagraph.py")
-    manager, ubatch = _Source(root / "v1/worker/gpu/cudagraph_utils.py"), _Source(root / "v1/worker/gpu_ubatch_wrapper.py")
-    runner, runner2 = _Source(root / "v1/worker/gpu_model_runner.py"), _Source(root / "v1/worker/gpu/model_runner.py")
-    worker, pynccl = _Source(root / "v1/worker/gpu_worker.py"), _Source(root / "distributed/device_communicators/pynccl_allocator.py")
-    reduce, executor = _Source(root / "distributed/device_communicators/custom_all_reduce.py"), _Source(root / "v1/executor/abstract.py")
-    workspace = _Source(root / "v1/worker/workspace.py")
+    platform = Source(root / "platforms/interface.py")
+    wrapper, breakable = Source(root / "compilation/cuda_graph.py"), Source(root / "compilation/breakable_cudagraph.py")
+    manager, ubatch = Source(root / "v1/worker/gpu/cudagraph_utils.py"), Source(root / "v1/worker/gpu_ubatch_wrapper.py")
+    runner, runner2 = Source(root / "v1/worker/gpu_model_runner.py"), Source(root / "v1/worker/gpu/model_runner.py")
+    pynccl = Source(root / "distributed/device_communicators/pynccl_allocator.py")
+    reduce = Source(root / "distributed/device_communicators/custom_all_reduce.py")
+    workspace, switch = Source(root / "v1/worker/workspace.py"), Source(root / "compilation/cudagraph_pool.py")
     asks, own = "current_platform.get_global_graph_pool()", "current_platform.graph_pool_handle()"
     measured = runner.body("GPUModelRunner", "profile_cudagraph_memory")
     grows = workspace.body("WorkspaceManager", "_ensure_workspace_size")
-    load, init = worker.body("Worker", "load_model"), worker.body("Worker", "init_device")
+    switches = "set_graph_pool_id(pool or " in switch.text and "yield pool\n" in switch.text  # who captures has its pool from there (0.32)
     made = [r.body("GPUModelRunner", "__init__") for r in (runner, runner2)]
     captures = {
         str(path.relative_to(root))
@@ -196,25 +242,30 @@ def checks_of_graphs(root: Path) -> dict[str, bool]:
     }
     speculators = "\n".join(path.read_text() for path in sorted((root / "v1/worker/gpu/spec_decode").rglob("*.py")))
     return {
-        "Platform.get_global_graph_pool(self), and no platform has its own": platform.parameters("Platform", "get_global_graph_pool") == ["self"]
+        "Platform.get_global_graph_pool(self), by cls._global_graph_pool, and no platform has its own": platform.parameters("Platform", "get_global_graph_pool")
+        == ["self"]
+        and "if cls._global_graph_pool is None:" in platform.body("Platform", "get_global_graph_pool")
         and sum("def get_global_graph_pool(" in path.read_text() for path in (root / "platforms").rglob("*.py")) == 1,
-        "only these files capture graphs": captures == set(_CAPTURES),
+        "only these files capture graphs": {c for c in captures if not c.startswith(_ELSEWHERE)} <= set(_CAPTURES),
         "FULL and PIECEWISE: CUDAGraphWrapper asks the platform": f"self.graph_pool = {asks}" in wrapper.body("CUDAGraphWrapper", "__init__")
-        and "pool=self.graph_pool," in wrapper.body("CUDAGraphWrapper", "__call__"),
+        and ("pool=self.graph_pool," in (call := wrapper.body("CUDAGraphWrapper", "__call__")) or (switches and "capture_pool(self.graph_pool," in call)),
         "breakable: BreakableCUDAGraphWrapper asks the platform": f"self.graph_pool = {asks}" in breakable.body("BreakableCUDAGraphWrapper", "__init__")
-        and "BreakableCUDAGraphCapture(pool=self.graph_pool)" in breakable.body("BreakableCUDAGraphWrapper", "_capture"),
+        and (
+            "BreakableCUDAGraphCapture(pool=self.graph_pool)" in (call := breakable.body("BreakableCUDAGraphWrapper", "_capture"))
+            or (switches and "capture_pool(self.graph_pool," in call and "BreakableCUDAGraphCapture(pool=pool" in call)
+        ),
         "its segments begin and end by torch.cuda.CUDAGraph's methods": all(
             words in breakable.body("BreakableCUDAGraphCapture", "_begin_segment") for words in ("torch.cuda.CUDAGraph()", ".capture_begin(pool=self.pool)")
         )
         and ".capture_end()" in breakable.body("BreakableCUDAGraphCapture", "_end_segment"),
         "the second model runner: CudaGraphManager asks the platform": f"self.pool = {asks}" in manager.body("CudaGraphManager", "__init__")
-        and "torch.cuda.graph(graph, self.pool)" in manager.body("CudaGraphManager", "capture"),
+        and ("graph, self.pool" in (call := " ".join(manager.body("CudaGraphManager", "capture").split())) or (switches and "capture_pool(self.pool," in call)),
         "speculators: their managers are CudaGraphManagers": "(CudaGraphManager)" in speculators
         and not any(words in speculators for words in ("torch.cuda.graph(", "graph_pool_handle(")),
         "micro-batches: UBatchWrapper has its wrapper's": "return self.cudagraph_wrapper.graph_pool" in ubatch.text
         and "pool=self.graph_pool," in ubatch.body("UBatchWrapper", "_capture_ubatches"),
         "NCCL's graph pool id follows: each of them tells it before it captures": all(
-            "set_graph_pool_id(self.graph_pool)" in body
+            "set_graph_pool_id(self.graph_pool)" in body or (switches and "capture_pool(self.graph_pool," in body)
             for body in (
                 wrapper.body("CUDAGraphWrapper", "__call__"),
                 breakable.body("BreakableCUDAGraphWrapper", "_capture"),
@@ -225,28 +276,55 @@ def checks_of_graphs(root: Path) -> dict[str, bool]:
         "graphs that are only measured have a pool of their own, and the wrappers get theirs back": all(
             words in measured
             for words in (f"profiling_pool = {own}", "instance.graph_pool = profiling_pool", "instance.graph_pool = original_pools[id(instance)]")
-        ),
+        )
+        and manager.text.count("_global_graph_pool = throwaway_pool") == manager.text.count("_global_graph_pool = saved_global_pool") <= 1,
         "an encoder's graphs have a pool of their own": f"encoder_graph_pool = {own}" in runner.body("GPUModelRunner", "capture_model"),
-        "the allocator is asked for before the model is loaded, on its device, with its groups": 0 <= load.find('tag="weights"') < load.find(".load_model(")
-        and "set_device_index(self.device)" in init
-        and "init_worker_distributed_environment(" in init,
         "no graph pool is asked for before": all(made) and not any(words in body for body in made for words in ("CudaGraphManager(", "CUDAGraphWrapper(", "graph_pool")),
-        "custom all-reduce registers what graphs use, unless it is disabled": "registered=True" in reduce.body("CustomAllreduce", "custom_all_reduce")
+        "custom all-reduce registers what graphs use, unless it is disabled, or says in _capture_registered": any(
+            f"registered={words})" in reduce.body("CustomAllreduce", "custom_all_reduce") for words in ("True", "self._capture_registered")
+        )
         and "self.disabled = " in reduce.text
         and "get_graph_buffer_ipc_meta" in reduce.text,
-        "/wake_up knows two tags, and no others": 'self.sleeping_tags = {"weights", "kv_cache"}' in executor.text,
         "WorkspaceManager._ensure_workspace_size(self, required_bytes), its one allocation": workspace.parameters("WorkspaceManager", "_ensure_workspace_size")
         == ["self", "required_bytes"]
         and "torch.empty(" in grows
         and workspace.text.count("torch.empty(") == 1,
         "_current_workspaces: tensors or None, let go before they grow": "self._current_workspaces: list[torch.Tensor | None]" in workspace.text
-        and 0 <= grows.find("self._current_workspaces[ubatch_id] = None") < grows.find("torch.empty("),
+        and 0 <= grows.find("_id] = None") < grows.find("torch.empty("),
+        "or under the tag of an alloc_context, from vLLM's allocator": "alloc_context" not in workspace.text
+        or "with self._alloc_context():" in grows[: grows.find("torch.empty(")],
+    }
+
+
+def checks_of_run(root: Path) -> dict[str, bool]:
+    """What gpuckpt run relies on, which gives a server options and calls its endpoints."""
+    arguments = "\n".join(path.read_text() for path in (root / "engine/arg_utils.py", *(root / "entrypoints").rglob("cli_args.py")))
+    router, envs = Source(root / "entrypoints/serve/dev/sleep/api_router.py"), Source(root / "envs.py")
+    sleeps, compilation = Source(root / "v1/engine/core.py"), Source(root / "config/compilation.py")
+    title = "PROCESS_NAME_PREFIX"
+    return {
+        "options: --enable-sleep-mode, --disable-custom-all-reduce, --compilation-config, --uds, -tp, -pp, -dp": all(
+            words in arguments
+            for words in ('"--enable-sleep-mode"', '"--disable-custom-all-reduce"', '"--compilation-config"', "uds: str", '"-tp"', '"-pp"', '"-dp"')
+        ),
+        "pass_config.fuse_allreduce_rms": "fuse_allreduce_rms: " in compilation.text,
+        "its variables of gpuckpt env --vllm, for the dev endpoints and for the API key": all(
+            f'"{name}"' in envs.text
+            for name in (vllm.DEV_MODE, vllm.API_KEY, *(s.name for s in environment.SETTINGS if s.name.startswith("VLLM_")))
+        ),
+        "POST /sleep?level=&mode=, POST /wake_up?tags=, GET /is_sleeping": all(
+            words in router.text for words in ('post("/sleep")', 'post("/wake_up")', 'get("/is_sleeping")', "level", "mode", "tags")
+        ),
+        "level 0 and the tag scheduling: a pause": "level < 1" in sleeps.body("EngineCore", "sleep")
+        and '"scheduling" in tags' in sleeps.body("EngineCore", "wake_up"),
+        "engines and workers call themselves VLLM::": f'os.getenv("VLLM_{title}", "VLLM")' in envs.text
+        and "{prefix}::" in Source(root / "utils/system_utils.py").text,
     }
 
 
 def checks_of_torch(root: Path) -> dict[str, bool]:
     """What gpuckpt.pool relies on in torch, to know of captures that others make."""
-    graphs, memory = _Source(root / "cuda/graphs.py"), _Source(root / "cuda/memory.py")
+    graphs, memory = Source(root / "cuda/graphs.py"), Source(root / "cuda/memory.py")
     return {
         "torch.cuda.CUDAGraph.capture_begin(self, pool, capture_error_mode, …)": graphs.parameters("CUDAGraph", "capture_begin")[:3]
         == ["self", "pool", "capture_error_mode"],
@@ -264,10 +342,11 @@ def installed() -> dict[str, bool]:
     return {"gpuckpt's plugin is an entry point here, once": len(found) == 1, "it can be loaded": bool(found) and callable(found[0].load())}
 
 
-class _Source:
+class Source:
     def __init__(self, path: Path) -> None:
         self.text = path.read_text() if path.exists() else ""
-        self._classes = {n.name: n for n in ast.walk(ast.parse(self.text)) if isinstance(n, ast.ClassDef)}
+        self._module = ast.parse(self.text)
+        self._classes = {n.name: n for n in ast.walk(self._module) if isinstance(n, ast.ClassDef)}
 
     def parameters(self, cls: str, function: str) -> list[str]:
         found = self._find(cls, function)
@@ -277,9 +356,15 @@ class _Source:
         found = self._find(cls, function)
         return ast.get_source_segment(self.text, found) or "" if found else ""
 
+    def functions(self, cls: str) -> list[str]:
+        return [n.name for n in self._body(cls) if isinstance(n, ast.FunctionDef)]
+
     def _find(self, cls: str, function: str) -> ast.FunctionDef | None:
-        body = self._classes[cls].body if cls in self._classes else []
-        return next((n for n in body if isinstance(n, ast.FunctionDef) and n.name == function), None)
+        return next((n for n in self._body(cls) if isinstance(n, ast.FunctionDef) and n.name == function), None)
+
+    def _body(self, cls: str) -> list[ast.stmt]:
+        """Of a class, or of the module where *cls* is ""."""
+        return self._classes[cls].body if cls in self._classes else [] if cls else self._module.body
 
 
 def vllm_root() -> Path | None:
@@ -292,14 +377,30 @@ def torch_root() -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
-if __name__ == "__main__":
-    where = Path(sys.argv[1]) if len(sys.argv) > 1 else vllm_root()
+#: What is relied upon for each thing that gpuckpt does with vLLM.
+FEATURES: dict[str, Callable[[Path], dict[str, bool]]] = {
+    "hold": checks,
+    "comms": checks_of_nccl,
+    "offload": checks_of_sleep,
+    "pool": checks_of_pool,
+    "graphs": checks_of_graphs,
+    "together": checks_of_together,
+    "experts": checks_of_experts,
+    "run": checks_of_run,
+}
+
+
+def main(arguments: list[str]) -> int:
+    where = Path(arguments[0]) if arguments else vllm_root()
     if where is None:
         raise SystemExit("vLLM is not installed")
-    parts = (checks, checks_of_nccl, checks_of_sleep, checks_of_graphs, checks_of_together, checks_of_experts)
-    seen = {what: ok for part in parts for what, ok in part(where).items()} | installed()
+    seen = {what: ok for part in FEATURES.values() for what, ok in part(where).items()} | installed()
     if torch := torch_root():
         seen |= checks_of_torch(torch)
     for what, ok in seen.items():
         print("ok  " if ok else "FAIL", what)
-    raise SystemExit(not all(seen.values()))
+    return int(not all(seen.values()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

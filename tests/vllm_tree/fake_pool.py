@@ -25,10 +25,11 @@ class Pool:
 
     @contextmanager
     def tag(self, name: str) -> Iterator[None]:
-        self.name = name
+        before, self.name = self.name, name
         cumem.ROUTES.append(self)
         yield
         cumem.ROUTES.pop()
+        self.name = before
 
     def allocate(self, size: int) -> int:
         handle = (0, size, next(cumem._addresses), 1)
@@ -46,6 +47,8 @@ class Pool:
             return self.allocate(size)
 
     def trim(self) -> int:
+        if cumem.ROUTES:
+            raise RuntimeError("the pool cannot trim while something is allocated")
         return 0
 
     def stats(self) -> tuple[Any, ...]:
@@ -64,7 +67,7 @@ class Pool:
 
     def wake(self, tags: Collection[str] | None = None) -> None:
         for address, block in self.blocks.items():
-            if block.is_asleep and (tags is None or block.tag in {*tags, "cudagraph", "runtime"}):
+            if block.is_asleep and (tags is None or block.tag in tags or block.tag not in ("weights", "kv_cache")):
                 cumem.create_and_map(block.handle)
                 cumem.DEVICE[address] = block.cpu_backup_tensor or cumem.DEVICE[address]
                 block.is_asleep = False

@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--enable-expert-parallel", action="store_true", help="the model is a mixture of experts")
     parser.add_argument("--enable-eplb", action="store_true")
     parser.add_argument("--enable-elastic-ep", action="store_true")
+    parser.add_argument("--enable-fault-tolerance", action="store_true")
     options = parser.parse_args()
     load_general_plugins()
     from vllm.v1.engine.core import start, start_together
@@ -145,6 +146,7 @@ def main() -> None:
             data_parallel_size=options.dp if together else 1,
             enable_elastic_ep=options.enable_elastic_ep,
             enable_eplb=options.enable_eplb,
+            enable_fault_tolerance=options.enable_fault_tolerance,
             eplb_config=SimpleNamespace(use_async=True),
         ),
         model_config=SimpleNamespace(enable_sleep_mode=options.enable_sleep_mode, sleep_mode_backend="cumem"),

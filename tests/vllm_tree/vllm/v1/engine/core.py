@@ -270,7 +270,8 @@ class DPEngineCoreProc(EngineCoreProc):
         self.step_counter += 1
         if self.step_counter % 32 != 0:
             return True
-        has_unfinished, pause_consensus = ParallelConfig.sync_dp_state(
+        parallel_config = ParallelConfig()  # older versions need none
+        has_unfinished, pause_consensus = parallel_config.sync_dp_state(
             self.dp_group,
             has_unfinished=local_unfinished,
             pending_pause=self.pending_pause,

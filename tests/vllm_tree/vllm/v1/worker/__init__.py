@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import gpuckpt.agent.vllm
@@ -40,6 +41,12 @@ class Alone:
     def resume(self) -> None: ...
 
 
+class Runner:
+    """As of 0.29: what else it makes with the cache is not in the memory of the cache."""
+
+    def initialize_kv_cache(self, kv_cache_config: Any, is_profiling: bool = False, kv_cache_allocation_context: Any = None) -> None: ...
+
+
 class Worker:
     def __init__(self, vllm_config: dict[str, Any], rank: int, barrier: Any) -> None:
         load_general_plugins()
@@ -59,20 +66,28 @@ class Worker:
         made = SimulatedCommunicators(several) if several else Alone(self)
         gpuckpt.agent.vllm.communicators = lambda: made
         self.engine = os.getppid()
-        self.model_runner = self
+        newer = os.environ.get("FAKE_VLLM") == "newer"
+        self.model_runner: Any = Runner() if newer else self
         self.blocks: list[int] = []  # addresses of weights and KV cache, with sleep mode
         if self.vllm_config.model_config.enable_sleep_mode:
             for tag, size in (("weights", 4 * GIB), ("kv_cache", 8 * GIB)):
-                with device_allocator.get_mem_allocator_instance().use_memory_pool(tag=tag):
+                with self.pool("runtime") if newer and tag == "kv_cache" else nullcontext(), self.pool(tag):
                     self.blocks.append(cumem.allocate(size))
         self.constants: list[int] = []  # addresses of what captured graphs read, where that is not torch's own memory
         if hasattr(graphs := current_platform.get_global_graph_pool(), "allocate"):
             self.constants.append(graphs.allocate(GIB))
-        workspaces = WorkspaceManager()
+        if newer and self.blocks:
+            with self.pool("runtime"):
+                self.constants.append(cumem.allocate(GIB))
+        workspaces = WorkspaceManager(*([lambda: self.pool("workspace") if self.blocks else nullcontext()] if newer else []))
         for _ in range(2):
             workspace = workspaces._ensure_workspace_size(GIB)
         if workspace.address:
             self.constants.append(workspace.address)
+
+    @staticmethod
+    def pool(tag: str) -> Any:
+        return device_allocator.get_mem_allocator_instance().use_memory_pool(tag=tag)
 
     def post_kv_cache_wake_up(self) -> None:
         (self.world.path / "woken").touch()
