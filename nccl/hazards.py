@@ -132,7 +132,7 @@ def _of_vllm(modules: Mapping[str, Any]) -> Iterator[Hazard]:
 def _of_torch(modules: Mapping[str, Any]) -> Iterator[Hazard]:
     symmetric = modules.get("torch.distributed._symmetric_memory")
     kept = getattr(symmetric, "_group_name_to_store", None) or getattr(symmetric, "_group_name_to_workspace_tensor", None)
-    if kept or _symmetric_tensor(modules.get("torch"), symmetric):
+    if kept or (not _alone(modules) and _symmetric_tensor(modules.get("torch"), symmetric)):
         yield _import(
             "torch's symmetric memory maps that of the peers", "start the program without symmetric memory (enable_symm_mem_for_group)"
         )
@@ -151,22 +151,40 @@ def _of_torch(modules: Mapping[str, Any]) -> Iterator[Hazard]:
 
 
 def _symmetric_tensor(torch: Any, symmetric: Any) -> bool:
-    """Whether a tensor lives in symmetric memory. Newer versions of torch keep no list of who uses it: all objects are walked for one."""
-    cls, ask = getattr(torch, "Tensor", None), getattr(symmetric, "is_symm_mem_tensor", None)
-    if ask is None or not isinstance(cls, type):
+    """Whether a tensor lives in symmetric memory, of which newer versions of torch keep no list."""
+    ask = getattr(symmetric, "is_symm_mem_tensor", None)
+    if ask is None:
         return False
-    for o in gc.get_objects():
+    for tensor in _living(getattr(torch, "Tensor", None)):
         with contextlib.suppress(Exception):  # of a tensor that is none, or whose memory is gone
-            if issubclass(type(o), cls) and o.is_cuda and ask(o):
+            if tensor.is_cuda and ask(tensor):
                 return True
     return False
 
 
+def _living(cls: Any) -> list[Any]:
+    """All objects of *cls*, found among all that there are: 40 ms a million. Each class is looked at once, and no object asked for it."""
+    wanted: dict[type, bool] = {}
+    found = []
+    for o in gc.get_objects() if isinstance(cls, type) else ():
+        kind = type(o)
+        if (is_one := wanted.get(kind)) is None:
+            is_one = wanted[kind] = issubclass(kind, cls)
+        if is_one:
+            found.append(o)
+    return found
+
+
 def _of_flashinfer(modules: Mapping[str, Any]) -> Iterator[Hazard]:
     """Buffers that are mapped in all peers, which models make by themselves."""
-    cls = getattr(modules.get("flashinfer.comm.mnnvl"), "McastGPUBuffer", None)
-    if isinstance(cls, type) and any(type(o) is cls for o in gc.get_objects()):
+    if _living(getattr(modules.get("flashinfer.comm.mnnvl"), "McastGPUBuffer", None)):
         yield _import("a multicast buffer of FlashInfer's (McastGPUBuffer) maps the memory of the peers", "start the program without it")
+
+
+def _alone(modules: Mapping[str, Any]) -> bool:
+    """Whether torch's process groups are there, and none has two ranks: a server on one GPU, which is greeted as often as anybody asks."""
+    groups = _process_groups(modules)
+    return bool(groups) and all(group.size() == 1 for group, _ in groups)
 
 
 def _process_groups(modules: Mapping[str, Any]) -> Iterable[tuple[Any, str]]:

@@ -55,8 +55,8 @@ class Backend:
 
 
 class Group:
-    def __init__(self, backend: Any, cuda: bool = True) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, cuda: bool = True, size: int = 2) -> None:
+        self._backend, self.size = backend, lambda: size
         kinds = ("cpu", "cuda") if cuda else ("cpu",)
         self._device_types = [SimpleNamespace(type=kind) for kind in kinds]
 

@@ -155,6 +155,8 @@ held = [Tensor(), Tensor(is_cuda=False, at=7), Gone()]
 out["none"] = told([], modules)
 held.append(Tensor(at=7))
 out["one"] = told([], modules)
+ranks = {size: {**modules, **torch_modules(torch, {"0": Group(Backend(torch, {}), size=size)})} for size in (1, 2)}
+out["alone"], out["two"] = told([], ranks[1]), told([], ranks[2])
 mnnvl = ModuleType("flashinfer.comm.mnnvl")
 mnnvl.McastGPUBuffer = type("McastGPUBuffer", (), {})
 out["no buffer"] = told([], {mnnvl.__name__: mnnvl})
@@ -162,7 +164,8 @@ buffer = mnnvl.McastGPUBuffer()
 buffer.world_size = 2
 out["buffer"] = told([], {mnnvl.__name__: mnnvl})
 """)
-    assert (out["none"], out["no buffer"]) == ([], [])
+    assert (out["none"], out["no buffer"], out["alone"]) == ([], [], []), "who is alone is not searched"
+    assert out["two"] == out["one"]
     ((kind, message, *_),) = out["one"]
     assert (kind, "symmetric memory" in message) == ("possible-import", True)
     ((kind, message, *_),) = out["buffer"]
