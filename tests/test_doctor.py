@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from gpuckpt import doctor
 from gpuckpt.cli import doctor as command
+from gpuckpt.cli.main import main
 from gpuckpt.doctor import Check, UserMode
 from gpuckpt.errors import NoDriver
 from gpuckpt.model import Gpu
@@ -295,7 +296,7 @@ def test_command_prints_aligned_text(machine: Machine, capsys: pytest.CaptureFix
 
 def test_command_asks_the_world_for_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuckpt.early.devices", lambda: FakeDevices(dataclasses.replace(GPU0, mig=True)))
-    result = CliRunner().invoke(command.doctor, ["--json"])
+    result = CliRunner().invoke(main, ["doctor", "--json"])
     assert result.exit_code == 6
     assert "MIG" in [c["name"] for c in json.loads(result.output)["checks"]]
 
@@ -320,7 +321,7 @@ def test_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_has_examples_and_exit_codes() -> None:
-    result = CliRunner().invoke(command.doctor, ["--help"])
+    result = CliRunner().invoke(main, ["doctor", "--help"])
     assert result.exit_code == 0
     for words in ("gpuckpt doctor --json", "default", "Exit status: 0"):
         assert words in result.output
