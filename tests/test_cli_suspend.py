@@ -282,27 +282,16 @@ def test_a_target_dies_while_locked(machine: Machine) -> None:
     assert machine.records() == []
 
 
-def test_a_target_dies_while_it_is_checkpointed(machine: Machine) -> None:
-    one, two = machine.target("--gib", "1"), machine.target("--gib", "16")
+@pytest.mark.parametrize("dies", ["in its own checkpoint", "after it, in the other's"])
+def test_a_target_dies_while_its_group_is_checkpointed(machine: Machine, dies: str) -> None:
+    quick, slow = machine.target("--gib", "1"), machine.target("--gib", "16")
+    dead, left = (slow, quick) if dies == "in its own checkpoint" else (quick, slow)
     machine.slow(0.1)
-    suspend = machine.begin("suspend", one.pid, two.pid)
-    eventually(lambda: one.state is State.CHECKPOINTED, "one is down")
-    two.kill()
+    suspend = machine.begin("suspend", quick.pid, slow.pid)
+    eventually(lambda: quick.state is State.CHECKPOINTED, "one is down")
+    dead.kill()
     result = suspend.end()
-    assert (result.code, result.error["code"], result.error["pid"]) == (1, "group-changed", two.pid)
-    assert result.states == {one.pid: "running", two.pid: "gone"}
-    assert one.unharmed()
-    assert machine.records() == []
-
-
-def test_a_target_dies_after_its_own_checkpoint(machine: Machine) -> None:
-    one, two = machine.target("--gib", "1"), machine.target("--gib", "16")
-    machine.slow(0.1)
-    suspend = machine.begin("suspend", one.pid, two.pid)
-    eventually(lambda: one.state is State.CHECKPOINTED, "one is down")
-    one.kill()
-    result = suspend.end()
-    assert (result.code, result.error["code"], result.error["pid"]) == (1, "group-changed", one.pid)
-    assert result.states == {one.pid: "gone", two.pid: "running"}
-    assert two.unharmed()
+    assert (result.code, result.error["code"], result.error["pid"]) == (1, "group-changed", dead.pid)
+    assert result.states == {left.pid: "running", dead.pid: "gone"}
+    assert left.unharmed()
     assert machine.records() == []
