@@ -311,24 +311,24 @@ def run(count: int, commands: str, longest: int, who: SearchStrategy[tuple[Proc,
 
 @pytest.mark.parametrize("part", range(2))
 def test_suspends(part: int) -> None:
-    run(350, "suspend", 1)
+    run(270, "suspend", 1)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_resumes(part: int) -> None:
-    run(350, "suspend resume", 2)
+    run(270, "suspend resume", 2)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_sequences(part: int) -> None:
-    run(350, "suspend resume recover", 4)
+    run(270, "suspend resume recover", 4)
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_jobs_with_agents(part: int) -> None:
-    run(300, "suspend resume recover", 3, ranks())
+    run(220, "suspend resume recover", 3, ranks())
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_jobs_with_pools(part: int) -> None:
-    run(200, "suspend resume recover", 4, pools())
+    run(150, "suspend resume recover", 4, pools())
