@@ -19,5 +19,6 @@ done
 mount --rbind "$dev" /dev
 parameters=$(mktemp); sed "s/ModifyDeviceFiles: 1/ModifyDeviceFiles: 0/" /proc/driver/nvidia/params > "$parameters"
 mount --bind "$parameters" /proc/driver/nvidia/params
+echo +memory > /sys/fs/cgroup/cgroup.subtree_control 2> /dev/null || true
 if mkdir -p "/sys/fs/cgroup/lane$gpu" 2> /dev/null; then echo $$ > "/sys/fs/cgroup/lane$gpu/cgroup.procs"; fi
 exec "$@"' lane "$gpu" "$@"
