@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -66,7 +65,7 @@ class Bell:
                 for key, _ in selector.select():
                     if key.fileobj is listener:
                         sock, _ = listener.accept()
-                        pid, uid = _peer(sock)
+                        pid, uid = processes.peer_of(sock)
                         if uid == os.geteuid():
                             selector.register(sock, selectors.EVENT_READ, pid)
                         else:
@@ -124,7 +123,7 @@ class Ring:
             sock = undo.enter_context(socket.socket(socket.AF_UNIX))
             sock.settimeout(CONNECT_S)
             sock.connect(name)
-            if _peer(sock) == (self.engine_pid, os.geteuid()):
+            if processes.peer_of(sock) == (self.engine_pid, os.geteuid()):
                 undo.pop_all()
                 return sock
         return None  # nobody is there, or somebody else in its place
@@ -143,9 +142,3 @@ def ending_with(pid: int) -> Iterator[None]:
         raise SystemExit(1)  # it ended just before
     yield
     prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(before.value))
-
-
-def _peer(sock: socket.socket) -> tuple[int, int]:
-    """Pid and uid of the other end, by the kernel."""
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return pid, uid

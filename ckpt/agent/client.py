@@ -7,7 +7,6 @@ import json
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -201,7 +200,7 @@ class Agents:
         try:
             sock.connect(str(path))
             sock.setblocking(True)
-            pid, peer, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, peer = processes.peer_of(sock)
         except OSError:
             sock.close()
             return None

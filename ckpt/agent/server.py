@@ -17,7 +17,6 @@ import os
 import queue
 import selectors
 import socket
-import struct
 import termios
 import threading
 import time
@@ -29,6 +28,7 @@ from typing import Any
 from gpuckpt.agent import protocol
 from gpuckpt.agent.communicators import Communicators
 from gpuckpt.agent.memory import Memory, PoolMemory
+from gpuckpt.inspect.processes import peer_of
 from gpuckpt.model import State
 
 _REQUEST_MAX_BYTES = 1 << 16
@@ -189,7 +189,7 @@ class Agent:
         except OSError:  # the program has no descriptor left: whoever calls waits until there is one
             time.sleep(_NO_DESCRIPTOR_S)
             return None
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, uid = peer_of(sock)
         if uid not in (0, os.geteuid()):
             sock.close()
             return None

@@ -52,7 +52,7 @@ class PoolAllocator:
         """What torch allocates inside lies in the pool. What it does not use at the end is given back, as vLLM's own does."""
         with self._pool.tag(tag or "default"):
             yield
-        self._trim()
+        _trim(self._pool)
 
     def sleep(self, offload_tags: Iterable[str] | str | None = None) -> None:
         """Weights and KV cache are dropped unless they are named; all else is kept, since captured graphs may read it."""
@@ -70,13 +70,14 @@ class PoolAllocator:
         """The id of the pool that graphs have without being asked for it, too."""
         yield self._pool.graph_pool()
 
-    def _trim(self) -> None:
-        with contextlib.suppress(RuntimeError):  # somebody is inside another tag: what is not used is given back later
-            self._pool.trim()
-
     def get_current_usage(self) -> int:
         """Bytes."""
         return sum(s.bytes for s in self._pool.stats())
+
+
+def _trim(pool: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # somebody is inside another tag: what is not used is given back later
+        pool.trim()
 
 
 def chosen() -> bool:
@@ -174,8 +175,7 @@ def _hook_workspaces(pool: Any) -> None:
             return own(manager, required_bytes)
         with pool.tag(RUNTIME):
             workspace = own(manager, required_bytes)
-        with contextlib.suppress(RuntimeError):  # somebody is inside a tag: the smaller one is given back later
-            pool.trim()
+        _trim(pool)
         return workspace
 
     cls._ensure_workspace_size = _ensure_workspace_size

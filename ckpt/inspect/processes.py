@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import pwd
+import socket
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +84,12 @@ def is_same(process: ProcessId) -> bool:
     """True if *process* still lives, and the pid was not reused."""
     proc = read(process.pid)
     return proc is not None and proc.start_ticks == process.start_ticks
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Pid and effective uid of the other end of a Unix socket, by the kernel. Raises ``OSError`` where there is none."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
 
 
 def thread_group(pid: int) -> int | None:

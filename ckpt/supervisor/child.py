@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,7 +70,7 @@ class Child:
     @classmethod
     async def adopt(cls, connection: socket.socket, pid: int) -> Child:
         """The child *pid* of an earlier supervisor, by a *connection* to its keeper."""
-        keeper_pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        keeper_pid, _ = processes.peer_of(connection)
         reader, writer = await asyncio.open_connection(sock=connection)
         return cls(keeper_pid, reader, writer, pid, None)
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ def _silent(name: str, s: socket.socket, timeout_s: float | None) -> errors.Dead
     """Words for a supervisor at the other end of *s* that has not answered."""
     pid = 0
     with contextlib.suppress(OSError):
-        pid = struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        pid, _ = processes.peer_of(s)
     supervisor = processes.read(pid) if pid > 0 else None
     words, hint = "what was asked of it goes on", f"gpuckpt status {name}"
     if supervisor is not None and supervisor.stopped:
@@ -123,7 +122,7 @@ class ControlServer:
         try:
             sock: socket.socket = writer.get_extra_info("socket")
             line = await reader.readline()  # also of a stranger: closing on unread bytes would take the answer away
-            pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            pid, uid = processes.peer_of(sock)
             peer = Peer(pid, reader)
             if uid not in (0, os.geteuid()):
                 error: errors.GpuckptError = errors.PermissionDenied(f"uid {uid} may not control this run", hint="sudo gpuckpt …")

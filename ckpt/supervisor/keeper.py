@@ -18,13 +18,12 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from gpuckpt.inspect.processes import KEEPER, table
+from gpuckpt.inspect.processes import KEEPER, peer_of, table
 
 #: How long what is left of the tree may take after the command itself has ended, in seconds.
 LEFTOVER_GRACE_S = 3.0
@@ -114,7 +113,7 @@ class Keeper:
         assert self._listener is not None
         with contextlib.suppress(OSError):
             new, _ = self._listener.accept()
-            uid = struct.unpack("3i", new.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+            _, uid = peer_of(new)
             if uid not in (0, os.geteuid()):
                 new.close()
                 return

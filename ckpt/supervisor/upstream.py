@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import socket
-import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from aiohttp.client_exceptions import UnixClientConnectorError
 from aiohttp.client_proto import ResponseHandler
 
 from gpuckpt import errors
+from gpuckpt.inspect import processes
 from gpuckpt.supervisor.exchange import Connections
 
 #: How many connections are being made at once. A server's backlog may be short; the rest wait here, in their order.
@@ -69,7 +69,7 @@ class Connector(aiohttp.UnixConnector):
             await asyncio.sleep(0.005)
 
     def _check(self, sock: socket.socket) -> None:
-        pid: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        pid, _ = processes.peer_of(sock)
         if pid in self._known:
             return
         if not self._is_ours(pid):
