@@ -376,7 +376,9 @@ class LocalWorld:
 
 
 def _ranks_of(hellos: Mapping[int, Hello]) -> tuple[Rank, ...]:
-    return tuple(Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", "")) for pid in sorted(hellos) for c in hellos[pid].communicators)
+    """In communicators of more than one rank: the others concern nobody else."""
+    said = [(pid, c) for pid in sorted(hellos) for c in hellos[pid].communicators if c["size"] > 1]
+    return tuple(Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", "")) for pid, c in said)
 
 
 def _with_agent(process: GpuProcess, hello: Hello | None) -> GpuProcess:
@@ -388,5 +390,5 @@ def _with_agent(process: GpuProcess, hello: Hello | None) -> GpuProcess:
 
 
 def _ranks(hello: Hello | None) -> list[int] | None:
-    """The ranks that a process has in the communicators that its agent can suspend; None without an agent."""
+    """The ranks that a process has in the communicators that its agent knows; None without an agent."""
     return [c["rank"] for c in hello.communicators] if hello else None

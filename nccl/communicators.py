@@ -35,7 +35,7 @@ REGISTER = "gpuckpt.nccl.communicators.register(POINTER, LIBRARY_PATH, name=NAME
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """One communicator of more than one rank.
+    """One communicator.
 
     ``name`` is that of its group, the same on all its ranks. ``pointer`` is its ``ncclComm_t``, which belongs to ``library``.
     ``carried`` is whether it has carried traffic, ``None`` where that is not known. ``owner`` keeps what destroys it alive.
@@ -68,10 +68,13 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """``communicators`` in the order to take them in; ``alone`` are those of one rank; ``hazards`` name what cannot be reached."""
+    """``communicators`` of more than one rank, in the order to take them in; ``hazards`` name what cannot be reached.
+
+    ``alone`` are those of one rank: they share nothing with anybody, and are left as they are.
+    """
 
     communicators: tuple[Communicator, ...]
-    alone: tuple[str, ...] = ()
+    alone: tuple[Communicator, ...] = ()
     hazards: tuple[Hazard, ...] = ()
 
 
@@ -128,22 +131,18 @@ def listing(modules: Mapping[str, Any] | None = None, sockets: int | None = None
     if WEIGHTS in modules or held > len({c.pointer for c in candidates}):
         candidates += _vllm_without_a_group(modules, {c.pointer for c in candidates}, hazards)
     found: dict[tuple[str, int], Communicator] = {}
-    alone = {}
     for c in sorted(candidates, key=lambda c: (c.source, c.name)):
         try:
             library = c.library()
             key = (library.path, c.pointer)
-            if key in found or key in alone:
+            if key in found:
                 continue
             size, rank, device = library.count(c.pointer), library.rank(c.pointer), library.device(c.pointer)
         except GpuckptError as error:
             hazards.append(_hazard(f"communicator {c.source}:{c.name} cannot be reached: {error.message}", error.hint))
             continue
-        if size > 1:
-            found[key] = Communicator(c.name, c.source, c.pointer, library, rank, size, device, c.carried, c.owner)
-        else:
-            alone[key] = f"{c.source}:{c.name}"
-    known = len(found) + len(alone)
+        found[key] = Communicator(c.name, c.source, c.pointer, library, rank, size, device, c.carried, c.owner)
+    known = len(found)
     if held > known:
         message = (
             f"this process holds {held} sockets of NCCL communicators, and gpuckpt reaches {known}: perhaps torch made some for a pair "
@@ -151,7 +150,8 @@ def listing(modules: Mapping[str, Any] | None = None, sockets: int | None = None
         )
         cure = f"pass device_id= to init_process_group, use batch_isend_irecv; for another library: {REGISTER}"
         hazards.append(_hazard(message, cure))
-    return Listing(tuple(found.values()), tuple(alone.values()), tuple(hazards))
+    together = tuple(c for c in found.values() if c.size > 1)
+    return Listing(together, tuple(c for c in found.values() if c.size == 1), tuple(hazards))
 
 
 def own_sockets(proc: Path = Path("/proc/self"), table: Path = Path("/proc/net/unix")) -> int:

@@ -284,6 +284,13 @@ def test_a_rank_that_dies_while_suspended(machine4: Machine) -> None:
     assert named[ranks[2].pid] == "gone"
 
 
+def test_a_communicator_of_a_single_rank_is_no_stranger(machine: Machine) -> None:
+    (alone,) = machine.job(("--nccl-socket", "--agent", "own", "0", "1"))
+    assert machine.gpuckpt("suspend", alone.pid).states == {alone.pid: "suspended"}
+    assert machine.gpuckpt("resume", alone.pid).code == 0
+    assert alone.unharmed()
+
+
 def test_who_shares_no_communicator_with_the_dead_comes_back(machine4: Machine) -> None:
     pair = machine4.job(*(("--gpu", str(r), "--nccl-socket", "--agent", "tp", str(r), "2") for r in range(2)))
     (other,) = machine4.job(("--gpu", "2", "--agent", "own", "0", "1"))

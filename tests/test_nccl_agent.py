@@ -51,6 +51,26 @@ out["verified"], out["calls"] = verified, calls()
     assert [c.split()[1] for c in out["calls"] if "Suspend" in c or "Resume" in c] == ["ncclCommSuspend"] * 2 + ["ncclCommResume"] * 2
 
 
+def test_one_of_a_single_rank_is_named_and_left_as_it_is(nccl_run: Run) -> None:
+    out = nccl_run(
+        BEGIN
+        + """
+for name, size in (("own", 1), ("both", 2)):
+    c = communicator(new, name, size=size, carried=True)
+    register(c.pointer, c.library.path, name=name, carried=True)
+a = NcclCommunicators()
+out["seen"] = a.describe()
+a.suspend()
+out["while"] = a.describe()
+a.resume()
+out["verified"], out["calls"] = verified, calls()
+"""
+    )
+    assert [(c["name"], c["size"], c["host_bytes"]) for c in out["seen"]] == [("registered:both", 2, 480 << 20), ("registered:own", 1, 0)]
+    assert [c["name"] for c in out["while"]] == ["registered:both", "registered:own"]
+    assert (out["verified"], [c.split()[2] for c in out["calls"]]) == (["registered:both"], ["both", "both"])
+
+
 def test_what_vllm_has_suspended_itself_stays_so_and_is_vouched_for(nccl_run: Run) -> None:
     """A server asleep with --enable-nccl-comm-suspend (vLLM 0.30): its own wake-up brings them back, not our resume."""
     out = nccl_run(

@@ -19,7 +19,7 @@ from gpuckpt.nccl.communicators import listing, register, unregister
 plain, new = opened("plain/libnccl.so.2"), opened("new/libnccl.so.2")
 def told(found):
     return {"all": [[c.label, c.rank, c.size, c.device, c.library.version, c.carried] for c in found.communicators],
-            "alone": list(found.alone), "hazards": [[h.kind, h.message, h.hint] for h in found.hazards]}
+            "alone": [c.label for c in found.alone], "hazards": [[h.kind, h.message, h.hint] for h in found.hazards]}
 """
 
 

@@ -12,7 +12,10 @@ class Communicators(Protocol):
     """
 
     def describe(self) -> list[dict[str, Any]]:
-        """One ``{"name", "rank", "size", "nccl"}`` for each communicator of more than one rank; ``nccl`` is its library's version."""
+        """One ``{"name", "rank", "size", "nccl"}`` for each communicator; ``nccl`` is its library's version.
+
+        One of a single rank is named too: it is seen from outside, and whoever sees it is to know that it is no stranger.
+        """
         ...
 
     def hazards(self) -> list[str]:

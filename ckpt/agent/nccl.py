@@ -20,14 +20,18 @@ class NcclCommunicators:
 
     def __init__(self) -> None:
         self._suspended: tuple[Communicator, ...] | None = None  # by us; None: nothing has been asked of them
-        self._seen: tuple[Communicator, ...] = ()  # all that were there then
+        self._seen: tuple[Communicator, ...] = ()  # all that were there then, with those of one rank
 
     def describe(self) -> list[dict[str, Any]]:
         from gpuckpt.nccl.communicators import listing
         from gpuckpt.nccl.suspend import needed_host_bytes
 
-        known = listing().communicators if self._suspended is None else self._seen
-        backups = needed_host_bytes(known) if self._suspended is None else [0] * len(known)
+        if self._suspended is None:
+            seen = listing()
+            known = (*seen.communicators, *seen.alone)
+            backups = [*needed_host_bytes(seen.communicators), *(0 for _ in seen.alone)]
+        else:
+            known, backups = self._seen, [0] * len(self._seen)
         return [
             {"name": c.label, "rank": c.rank, "size": c.size, "nccl": c.library.version, "host_bytes": n}
             for c, n in zip(known, backups, strict=True)
@@ -52,8 +56,9 @@ class NcclCommunicators:
         from gpuckpt.nccl import suspend
         from gpuckpt.nccl.communicators import listing
 
-        self._seen = listing().communicators
-        outcome = suspend.suspend(self._seen)
+        seen = listing()
+        self._seen = (*seen.communicators, *seen.alone)
+        outcome = suspend.suspend(seen.communicators)
         self._suspended = outcome.done  # what was found suspended belongs to its owner, and stays so
         outcome.raise_for_error()
 

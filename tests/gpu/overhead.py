@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lab import SIMULATED, Results, Target, gpuckpt
+from lab import SIMULATED, Results, Target, gpuckpt, wall_s
 
 ALONE = """
 import json, sys, time
@@ -51,17 +51,10 @@ try:
     r.note("driver_alone_median_s", median)
     r.note("gpuckpt_median_s", mine)
     r.note("added", added)
-    r.note("status_wall_s", [gpuckpt("status", target.pid)[2] for _ in range(5)])
+    r.note("status_wall_s", [gpuckpt("status", target.pid)[2] for _ in range(15)])
     startup = {}
     for name, command in (("python -c pass", [sys.executable, "-c", "pass"]), ("gpuckpt --help", ["gpuckpt", "--help"])):
-        import time
-
-        times = []
-        for _ in range(7):
-            t = time.perf_counter()
-            subprocess.run(command, capture_output=True, check=True)
-            times.append(time.perf_counter() - t)
-        startup[name] = round(statistics.median(times), 4)
+        startup[name] = round(statistics.median(wall_s(command, stdout=subprocess.DEVNULL) for _ in range(7)), 4)
     r.note("startup_median_s", startup)
     print(json.dumps({"alone": median, "ours": mine, "added": added, "startup": startup, "status": r.document["status_wall_s"]}, indent=1))
     r.check("target computes the same", target.same())

@@ -8,10 +8,10 @@ Each mark is in milliseconds from before the command was started; the result fil
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 LOG = Path(os.environ.get("TIMELINE_LOG", "/dev/null"))
@@ -65,17 +65,18 @@ def run(words: list[str]) -> tuple[float, list[tuple[float, str]]]:
     """Wall milliseconds, and the marks."""
     log = Path(f"/tmp/timeline.{os.getpid()}.log")
     log.unlink(missing_ok=True)
-    begun = time.monotonic()
+    from lab import wall_s
+
     command = [sys.executable, __file__, "--child", *words]
-    subprocess.run(command, env={**os.environ, "TIMELINE_LOG": str(log)}, stdout=subprocess.DEVNULL, check=True, timeout=60)
-    wall = 1000 * (time.monotonic() - begun)
+    begun = time.monotonic()
+    wall = 1000 * wall_s(command, env={**os.environ, "TIMELINE_LOG": str(log)}, stdout=DEVNULL)
     lines = [line.split(" ", 1) for line in log.read_text().splitlines()]
     log.unlink()
     return round(wall, 1), sorted((round(1000 * (float(at) - begun), 1), what) for at, what in lines)
 
 
 def main() -> None:
-    from lab import Results, Target
+    from lab import Results, Target, wall_s
 
     n = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     r = Results("timeline")
@@ -93,9 +94,7 @@ def main() -> None:
             print(f"{command}: {[wall for wall, _ in seen]} ms", *(f"{at:8.1f} {what}" for at, what in middle[1]), sep="\n")
         pass_ms = []
         for _ in range(n):
-            begun = time.monotonic()
-            subprocess.run([sys.executable, "-c", "pass"], check=True)
-            pass_ms.append(round(1000 * (time.monotonic() - begun), 1))
+            pass_ms.append(round(1000 * wall_s([sys.executable, "-c", "pass"]), 1))
         r.note("python -c pass", pass_ms)
         r.check("the same answers", target.same())
     finally:
