@@ -27,6 +27,7 @@ from ranks import has_ranks, ranks
 
 ROOT = Path(__file__).parent.parent
 IMG = ROOT / "docs" / "img"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def timeline(document: dict[str, Any]) -> str:
@@ -255,11 +256,11 @@ def drawings() -> dict[str, str]:
         ("rendezvous.svg", rendezvous, "rendezvous"),
         ("preload.svg", preload, "preload_torch"),
         ("growth.svg", growth, "growth"),
-        ("comparison.svg", comparison, "comparison"),
+        ("comparison.svg", comparison, "comparison" if (RESULTS / "comparison.json").exists() else "comparison_48"),
         ("ranks.svg", ranks, "vllm_tp2"),
         ("two_models.svg", two_models, "run_two_models"),
     ):
-        path = ROOT / f"benchmarks/results/{result}.json"
+        path = RESULTS / f"{result}.json"
         document = json.loads(path.read_text()) if path.exists() else None
         if document is not None and (draw is not ranks or has_ranks(document)):
             found[name] = draw(document)

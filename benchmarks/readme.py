@@ -39,6 +39,12 @@ def figures() -> str:
         rows.append(
             f"| {what} | {both(ways['driver'])} | **{both(ways['auto'])}** | {most(ways['auto'], 'left_mib')} MiB | {source('vllm_sleep')} |"
         )
+    if found := result("vllm_sleep_pool_exec"):
+        ways = {way: [r for r in found["cycles"] if r["method"] == way and r["resume"] == 0] for way in ("driver", "auto")}
+        what = f"the same with `gpuckpt exec` and `GPUCKPT_POOL=1`, {most(ways['auto'], 'gpu_mib') / 1024:.0f} GiB; its first suspend takes {ways['auto'][0]['suspend_wall_s']:.1f} s"
+        rows.append(
+            f"| {what} | {both(ways['driver'])} with the library | **{both(ways['auto'])}** | {most(ways['auto'], 'left_mib')} MiB | {source('vllm_sleep_pool_exec')} |"
+        )
     if found := result("vllm_tp2"):
         ways = {way: [r for r in found["cycles"] if r["method"] == way] for way in ("driver", "auto")}
         gib, left = (
@@ -88,17 +94,27 @@ def tested() -> str:
             "vllm_sleep",
             "`vllm serve --enable-sleep-mode`: by its allocator and the driver, by the driver alone, by its allocator alone; a request in flight",
         ),
+        ("vllm_sleep_pool_exec", "the same with the preload library and `GPUCKPT_POOL=1`: weights, KV cache and graphs in gpuckpt's pool"),
         ("two_ranks", "a torch job of two ranks with three NCCL communicators each, eager and in a CUDA graph"),
         (
             "two_hosts",
             "such a job by two coordinators, as on two hosts; one that never comes; kill -9 of one at the commit (two GPUs of one machine)",
         ),
         ("run_vllm", "`gpuckpt run --idle -- vllm serve`: suspended by itself, woken by requests; streams, held requests, leases, SIGTERM"),
+        ("run_vllm_leases", "and 14 leases of the whole GPU, a training in each"),
+        (
+            "with_trainer",
+            "`suspend --with`: a trainer gives up its communicators with a server, and stands still until they are back (two GPUs)",
+        ),
+        ("awake_cost", "`vllm serve -tp 2` awake, with what makes it suspendable and without"),
+        ("what_stays", "what stays on the GPU, by class, after each way to empty it"),
+        ("comparison_48", "48 GiB by the pool, by the driver, by torch_memory_saver and the driver"),
         ("ranks_bad_days", "kill -9 of gpuckpt anywhere in a suspend and a resume of two ranks, then `recover`"),
         (
             "ranks_bad_days_deaths",
             "a rank that dies while suspended, in a checkpoint, in a resume (in this run nothing was killed otherwise)",
         ),
+        ("ranks_bad_days_hanging", "a rank that hangs in a suspend, in a restore, in the proof after it"),
         (
             "run_two_models",
             "two models that do not fit on one GPU together, `--share`, an unmodified `openai` client (in this run both models were the same: the check that says so)",
@@ -133,20 +149,26 @@ def outcome(name: str) -> str:
 
 def comparison() -> str:
     """Ways off a GPU and back, of one run."""
-    found = result("comparison")
+    found = result("comparison") or result("comparison_48")
     if found is None:
         return "Not yet measured side by side: [tests/gpu/comparison.py](tests/gpu/comparison.py) does it in one run."
     rows = [
         "| one torch process of its own each; seconds | suspend, first / later | resume, first / later | left on the GPU | host memory | same answers |"
     ]
     rows.append("|---|---|---|---|---|---|")
+    held = max(
+        r["held_mib"] for r in found["rows"]
+    )  # the processes are of one making; of one that came after another NVML may still count that
     for tool, f in found["summary"].items():
         down, up = (f"{f[f'first_{c}_s']:.2f} / {f[f'later_{c}_s']:.2f}" for c in ("suspend", "resume"))
-        share = f"{f['left_mib']:,} of {f['held_mib']:,} MiB"
-        rows.append(f"| {tool} | {down} | {up} | {share} | {f['host_mib'] / 1024:.1f} GiB | {f['same']} of {f['rounds']} rounds |")
+        mine = [r for r in found["rows"] if r["tool"] == tool]
+        share = f"{max(0, held - min(r['freed_mib'] for r in mine)):,} of {held:,} MiB"
+        kept = "; kept while awake" if max(r["rss_grew_mib"] for r in mine) > held / 2 else ""
+        host = f"{max(r['host_mib'] for r in mine) / 1024:.1f} GiB{kept}"
+        rows.append(f"| {tool} | {down} | {up} | {share} | {host} | {f['same']} of {f['rounds']} rounds |")
     absent = f" Not there: {', '.join(found['not_there'])}." if found["not_there"] else ""
     m = found["machine"]
-    rows += ["", f"{found['gib']:g} GiB, {m['gpu']}, driver {m['driver']}, {m['date']} ({source('comparison')}).{absent}"]
+    rows += ["", f"{found['gib']:g} GiB, {m['gpu']}, driver {m['driver']}, {m['date']} ({source(found['name'])}).{absent}"]
     return "\n".join([*rows, "", "![Ways off a GPU and back](docs/img/comparison.svg)"])
 
 
@@ -155,6 +177,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/driver-path.md": {"copies": tables.copies, "side-by-side": tables.side_by_side, "preload-cost": tables.preload_cost},
     "docs/figures.md": {"figures": tables.figures},
     "docs/how-it-works.md": {"added": tables.added, "growth": tables.growth, "killed": tables.killed},
+    "docs/multi-gpu.md": {"awake-cost": tables.awake_cost},
     "docs/pool.md": {"pool": tables.pool},
     "docs/security.md": {"permissions": tables.permissions, "containers": tables.containers},
     "docs/vllm.md": {"vllm-versions": tables.vllm_versions},

@@ -47,17 +47,22 @@ def figures() -> str:
             )
             same = sum(r["same_text"] and r["same_logprobs"] for r in runs)
             notes.append(f"After {same} of {len(runs)} resumes `vllm serve` gave the same text and the same logprobs.")
-    if sleep := result("vllm_sleep"):
-        for method, how in (
-            ("driver", "by the driver alone"),
-            ("auto", "vLLM's own allocator first, then the driver: the cache is dropped"),
-        ):
-            runs = [r for r in sleep["cycles"] if r["method"] == method and r["resume"] == 0]
-            rows.append(
-                f"| `vllm serve --enable-sleep-mode` with {most(runs, 'gpu_mib') / 1024:.1f} GiB, {how}; {len(runs)} cycles in turn "
-                f"| {spread([r['suspend_wall_s'] for r in runs])} | {most(runs, 'left_mib')} MiB "
-                f"| {spread([r['resume_wall_s'] for r in runs])} | {source('vllm_sleep', DOCS)} |"
-            )
+    for name, driver, auto in (
+        ("vllm_sleep", "by the driver alone", "vLLM's own allocator first, then the driver: the cache is dropped"),
+        (
+            "vllm_sleep_pool_exec",
+            "**started by `gpuckpt exec`**, by the driver",
+            "**and with `GPUCKPT_POOL=1`**: the pool first, then the driver",
+        ),
+    ):
+        if sleep := result(name):
+            for method, how in (("driver", driver), ("auto", auto)):
+                runs = [r for r in sleep["cycles"] if r["method"] == method and r["resume"] == 0]
+                rows.append(
+                    f"| `vllm serve --enable-sleep-mode` with {most(runs, 'gpu_mib') / 1024:.1f} GiB, {how}; {len(runs)} cycles in turn "
+                    f"| {spread([r['suspend_wall_s'] for r in runs])} | {most(runs, 'left_mib')} MiB "
+                    f"| {spread([r['resume_wall_s'] for r in runs])} | {source(name, DOCS)} |"
+                )
     if tp2 := result("vllm_tp2"):
         held = sum(max(r["running_mib"][gpu] for r in tp2["cycles"]) for gpu in (0, 1)) / 1024
         for method, how in (("driver", "nothing moved beforehand"), ("auto", "vLLM's own allocator first")):
@@ -91,6 +96,13 @@ def figures() -> str:
         notes.append(
             f"A request that wakes the run has its first byte {first:.0f} ms after the resume, beside {1000 * run['warm_first_byte_m_s']:.0f} ms "
             f"while it is awake; {len(runs)} of {len(run['cycles'])} answers after a wake were the same as before."
+        )
+    if along := result("with_trainer"):
+        runs = along["cycles"]
+        rows.append(
+            f"| `suspend SERVER --with TRAINER`: a torch rank on each of two GPUs, three communicators between them; {len(runs)} cycles, each time another process fills the server's GPU "
+            f"| {spread([r['suspend_s'] for r in runs])} | {max(r['left_mib'][0] for r in runs)} MiB, the trainer's, on the server's GPU "
+            f"| {spread([r['resume_s'] for r in runs])} | {source('with_trainer', DOCS)} |"
         )
     for kind, what in (("torch", "torch process"), ("plain", "plain C program")):
         if preload := result(f"preload_{kind}"):
@@ -163,6 +175,32 @@ def added() -> str:
             f"({source('inspect_tree', DOCS)})."
         )
     return "\n".join(rows)
+
+
+def awake_cost() -> str:
+    """What the settings that make `vllm serve -tp 2` suspendable cost it while it is awake."""
+    found = result("awake_cost")
+    if found is None:
+        return UNTESTED
+    load, rows = found["load"], ["| each of its starts; median (least–most) | with them | without |", "|---|---|---|"]
+    for key, what in (
+        ("per_token_ms", "ms a token, one stream"),
+        ("tokens_s", f"tokens/s, {load['streams']} streams of {load['tokens']} tokens"),
+    ):
+        cells = []
+        for kind in ("with", "without"):
+            starts = [r[key] for r in found["starts"] if r["kind"] == kind]
+            digits = 2 if key == "per_token_ms" else 0
+            cells.append("; ".join(f"{statistics.median(v):,.{digits}f} ({min(v):,.{digits}f}–{max(v):,.{digits}f})" for v in starts))
+        rows.append(f"| {what} | {' | '.join(cells)} |")
+    m = found["machine"]
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"Two {m['gpu']}, driver {m['driver']}, vLLM {m['versions'].get('vllm')}, the servers in turn ({source('awake_cost', DOCS)}).",
+        ]
+    )
 
 
 def killed() -> str:
@@ -327,8 +365,8 @@ VLLM = {
     "together": ("data-parallel engines that step together", "refused", "vllm_dp"),
     "experts": ("experts over several GPUs", "refused", "vllm_dp"),
     "offload": ("sleep mode's memory leaves before the driver's copy", "left to vLLM", "vllm_sleep"),
-    "pool": ("`GPUCKPT_POOL=1`: weights and KV cache in the pool", "left to vLLM", "vllm_sleep_pool"),
-    "graphs": ("and graphs and workspaces", "left to vLLM", "vllm_sleep_pool"),
+    "pool": ("`GPUCKPT_POOL=1`: weights and KV cache in the pool", "left to vLLM", "vllm_sleep_pool_exec"),
+    "graphs": ("and graphs and workspaces", "left to vLLM", "vllm_sleep_pool_exec"),
     "run": ("`gpuckpt run`: its options and endpoints", "not known", "run_vllm"),
 }
 

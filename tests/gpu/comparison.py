@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lab import SIMULATED, Results, Rounds, Target, calls, free_mib, gpuckpt, left_s, limit, used_mib
+from lab import SIMULATED, Results, Rounds, Target, calls, free_mib, gpuckpt, left_s, limit, used_mib, wait_for
 
 from gpuckpt.image import preload
 
@@ -59,9 +59,12 @@ def saver(t: Target, down: bool) -> tuple[float, Any]:
 
 def saver_then_driver(t: Target, down: bool) -> tuple[float, Any]:
     first, second = [how(t, down) for how in ((saver, driver) if down else (driver, saver))]
+    parts.append([round(first[0], 4), round(second[0], 4)])
     return first[0] + second[0], first[1] + second[1]
 
 
+#: Seconds of each of the two, in the order in which they are done.
+parts: list[list[float]] = []
 #: name -> how it is done, and how its process is started
 TOOLS: dict[str, tuple[Callable[[Target, bool], tuple[float, Any]], str, dict[str, str]]] = {
     "driver": (driver, "full", {}),
@@ -86,6 +89,8 @@ def turn(name: str, t: Target) -> dict[str, Any]:
     down_s, down_error = how(t, True)
     row: dict[str, Any] = {"suspend_s": round(down_s, 4), "suspend_error": down_error, "freed_mib": running_mib - used_mib(), "host_mib": t.rss_mib() - rss}
     up_s, up_error = how(t, False)
+    if parts:
+        row["parts_s"] = [parts.pop(0) for _ in range(len(parts))]
     row |= {"resume_s": round(up_s, 4), "resume_error": up_error, "same": t.same(), "rss_grew_mib": t.rss_mib() - rss}
     return row
 
@@ -116,6 +121,7 @@ r.note("not_there", NOT_THERE)
 together = SIMULATED or (gib + WORKSPACE_GIB) * len(TOOLS) < free_mib() / 1024
 r.note("in_turn", together)
 rows: list[dict[str, Any]] = []
+empty = used_mib()
 
 
 def rounds_of(names: list[str], until_s: float) -> None:
@@ -123,6 +129,7 @@ def rounds_of(names: list[str], until_s: float) -> None:
     targets: dict[str, Target] = {}
     held: dict[str, int] = {}
     rounds = Rounds(rest_s=until_s)
+    wait_for(lambda: used_mib() <= empty, 20)  # what ended a moment ago may still be counted
     try:
         for name in names:
             before = used_mib()
