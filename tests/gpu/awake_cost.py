@@ -15,20 +15,19 @@ import os
 import statistics
 import subprocess
 import sys
-import threading
 import time
-import urllib.request
 from typing import Any
 
-from job import Budget, kill, tail
-from lab import HERE, OUT, SIMULATED, Results, gpuckpt, used_mib, wait_for
+from awake import Server, taken_in_turn
+from job import Budget, tail
+from lab import OUT, SIMULATED, Results, gpuckpt
 from make_model import load_format
 
 words = sys.argv[1:]
 extra = words[words.index("--") + 1 :] if "--" in words else []
 words = words[: words.index("--")] if "--" in words else words
 model, starts = words[0], int(words[1]) if len(words) > 1 else 2
-PORT, STREAMS, TOKENS, REPEATS, GPUS = 8126, 64, 256, 5, (0, 1)
+STREAMS, TOKENS, REPEATS, GPUS = 64, 256, 5, (0, 1)
 if SIMULATED:
     STREAMS, TOKENS, REPEATS = 4, 8, 2
 WITH, WITHOUT = "with", "without"
@@ -38,91 +37,27 @@ budget = Budget(r, float(os.environ.get("LIMIT_S", "560")), lambda: tail(log))
 made = json.loads(subprocess.run(["gpuckpt", "env", "--vllm", "--json"], capture_output=True, text=True, check=True, timeout=60).stdout)
 settings: dict[str, str] = made["environment"]
 SUSPENDABLE = ["--disable-custom-all-reduce", "--compilation-config", '{"pass_config": {"fuse_allreduce_rms": false}}']
-COMMON = ["-tp", "2", "--port", str(PORT), "--host", "127.0.0.1", *load_format(model), "--served-model-name", "m", "--max-model-len", "4096"]
+COMMON = ["-tp", "2", *load_format(model), "--served-model-name", "m", "--max-model-len", "4096"]
 COMMON += ["--max-num-seqs", str(STREAMS), "--cudagraph-capture-sizes", "1", "2", "4", "8", "16", "32", "64", "--gpu-memory-utilization", "0.5"]
-
-
-def http(path: str, data: object = None, timeout: float = 120.0) -> Any:
-    body = json.dumps(data).encode() if data is not None else None
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data=body, headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=min(timeout, budget.left(keep_s=3.0))) as f:
-        text = f.read().decode()
-    return json.loads(text) if text.strip().startswith("{") else text
-
-
-def complete(tokens: int, first: int = 7) -> float:
-    """Seconds that one request of so many tokens takes."""
-    begun = time.perf_counter()
-    data = {"model": "m", "prompt": [first, 8, 9, *range(100, 164)], "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True, "temperature": 0}
-    got = http("/v1/completions", data)["usage"]["completion_tokens"]
-    if got != tokens:
-        raise ValueError(f"{got} tokens for {tokens}")
-    return time.perf_counter() - begun
-
-
-def per_token_ms() -> float:
-    """Of one stream alone: what a token costs after the first."""
-    return round(1000 * (complete(TOKENS + 1) - complete(1)) / TOKENS, 4)
-
-
-def throughput() -> float:
-    """Tokens a second of STREAMS requests at once."""
-    failed: list[BaseException] = []
-
-    def one(i: int) -> None:
-        try:
-            complete(TOKENS, 10 + i)
-        except BaseException as e:  # noqa: BLE001 - told below
-            failed.append(e)
-
-    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(STREAMS)]
-    begun = time.perf_counter()
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    if failed:
-        raise failed[0]
-    return round(STREAMS * TOKENS / (time.perf_counter() - begun), 1)
 
 
 def measure(kind: str) -> dict[str, Any]:
     """One start of a server."""
     environ = {**os.environ, **(settings if kind == WITH else {})}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *COMMON, *(SUSPENDABLE if kind == WITH else []), *extra]
-    if SIMULATED:
-        command = [sys.executable, "-m", "vllm.serve", "-tp", "2", "--port", str(PORT)]
-        environ |= {"PYTHONPATH": str(HERE.parent / "vllm_tree"), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    row: dict[str, Any] = {"kind": kind, "command": command[1:], "per_token_ms": [], "tokens_s": []}
-    begun = time.monotonic()
-    with log.open("w") as out:
-        server = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environ)
-    budget.started.append(server)
-    try:
-        while True:
-            try:
-                http("/health", timeout=2)
-                break
-            except Exception as e:  # noqa: BLE001 - until it answers
-                if server.poll() is not None or not budget.allows(10):
-                    raise RuntimeError(f"no server: {tail(log, 3000)}") from e
-                time.sleep(0.25)
-        row["start_s"] = round(time.monotonic() - begun, 1)
+    row: dict[str, Any] = {"kind": kind, "per_token_ms": [], "tokens_s": []}
+    with Server(budget, log, 8126, GPUS, [model, *COMMON, *(SUSPENDABLE if kind == WITH else []), *extra], environ) as server:
+        row |= {"command": server.command[1:], "start_s": server.start_s}
         budget.step(f"{kind}: up after {row['start_s']} s")
-        complete(TOKENS)
-        throughput()  # warm
-        code, plan, _ = gpuckpt("suspend", server.pid, "--dry-run", timeout=30)
+        server.complete(TOKENS)
+        server.throughput(STREAMS, TOKENS)  # warm
+        code, plan, _ = gpuckpt("suspend", server.p.pid, "--dry-run", timeout=30)
         row["refused"] = (plan.get("plan") or {}).get("refused") or plan.get("error")
-        row["running_mib"] = [used_mib(g) for g in GPUS]
+        row["running_mib"] = server.mib()
         for _ in range(REPEATS):
-            row["per_token_ms"].append(per_token_ms())
-            row["tokens_s"].append(throughput())
+            row["per_token_ms"].append(server.per_token_ms(TOKENS))
+            row["tokens_s"].append(server.throughput(STREAMS, TOKENS)[0])
         budget.step(f"{kind}: {row['per_token_ms']} ms a token alone, {row['tokens_s']} tokens/s of {STREAMS}")
         row["warnings"] = [line[:300] for line in log.read_text(errors="replace").splitlines() if "all-reduce" in line.lower() or "allreduce" in line.lower()][:10]
-    finally:
-        kill(server)
-        server.wait(10)
-        wait_for(lambda: [used_mib(g) for g in GPUS] == empty, 15)
     return row
 
 
@@ -132,9 +67,8 @@ def of(kind: str, key: str) -> dict[str, Any]:
     return {"by_start": [statistics.median(v) for v in values], "least": min(map(min, values)), "most": max(map(max, values))}
 
 
-empty = [used_mib(g) for g in GPUS]
 rows: list[dict[str, Any]] = []
-order = [(WITH, WITHOUT)[(i + 1) // 2 % 2] for i in range(2 * starts)]
+order = [WITH if w else WITHOUT for w in taken_in_turn(starts)]
 r.note("settings", {"environment": settings, "options": SUSPENDABLE})
 r.note("load", {"streams": STREAMS, "tokens": TOKENS, "repeats": REPEATS})
 try:

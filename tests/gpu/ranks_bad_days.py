@@ -1,9 +1,12 @@
-"""Bad days of a torch.distributed job on N GPUs: kill -9 of gpuckpt anywhere in a suspend and a resume, ranks that hang or die. usage: RANKS=N ranks_bad_days.py [KILLS]
+"""Bad days of a torch.distributed job on N GPUs: kill -9 of gpuckpt anywhere in a suspend and a resume, ranks that hang or die.
+
+usage: RANKS=N ranks_bad_days.py [KILLS] [hangs] [deaths]        with a word, only that part beside the kills
 
 KILLS (default 6) of each command, spread over its whole time; after each `gpuckpt recover`, and `resume` if it says that the job is suspended: the sums
-must be exact. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in the proof after it: the command ends by its
-deadline, and names it; when the rank goes on and `gpuckpt recover` has been at it the sums must be exact. Then a rank is killed while suspended, in a checkpoint
-and in a resume: the command ends by its deadline, and names it. What becomes of the other rank is noted. Ends after $LIMIT_S seconds (default 300); what would not fit is left out, and said. Needs NCCL 2.30.7 in torch's place.
+must be exact. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in the proof after it: the command ends by its deadline,
+and names it; when the rank goes on and `gpuckpt recover` has been at it the sums must be exact. Then a rank is killed in each step: the command ends by its
+deadline, and names it. What becomes of the other rank is noted. Ends after $LIMIT_S seconds (default 300); what would not fit is left out, and said. Needs
+NCCL 2.30.7 in torch's place.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
 
 kills = int(sys.argv[1]) if len(sys.argv) > 1 else 6
+parts = sys.argv[2:] or ["hangs", "deaths"]
 size = int(os.environ.get("RANKS", "2"))
 r = Results("ranks_bad_days" if size == 2 else f"ranks_bad_days_{size}")
 ranks: list[Rank] = []
@@ -110,8 +114,13 @@ def killed(command: str, after_s: float, first: list[dict[str, Any]]) -> dict[st
     return row
 
 
-#: Where rank 1 hangs: the command, and the stage of rank 0 or 1 at which it is stopped.
-HANGS = {"suspend": ("suspend", "quiesced"), "restore": ("resume", "locked"), "verify": ("resume", "comms-suspended")}
+def come(stage: str) -> bool:
+    """Whether rank 1 has reached *stage*. "restored": its GPU has something again, which its agent cannot say before it runs."""
+    return used_mib(1) > 100 if stage == "restored" else stages()[1] == stage
+
+
+#: Where rank 1 hangs: the command, and the stage of its own at which it is stopped.
+HANGS = {"suspend": ("suspend", "quiesced"), "restore": ("resume", "restored"), "verify": ("resume", "comms-suspended")}
 
 
 def hung(when: str, first: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,19 +129,9 @@ def hung(when: str, first: list[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"when": when}
     if command == "resume":
         row["suspend"] = gpuckpt("suspend", ranks[0].pid, timeout=budget.left(keep_s=3.0))[0]
-    process = processes.read(ranks[1].pid)
-    assert process is not None
-    agents = Agents()
-
-    def come() -> bool:
-        if stage == "locked":
-            return used_mib(1) > 100
-        hello = agents.hellos([process.id]).get(process.id)
-        return hello is not None and str(hello.stage) == stage
-
     p = begin(command, "--timeout", f"{DEADLINE_S:g}s")
     begun = time.perf_counter()
-    wait_for(lambda: p.poll() is not None or come(), DEADLINE_S)
+    wait_for(lambda: p.poll() is not None or come(stage), DEADLINE_S)
     os.kill(ranks[1].pid, signal.SIGSTOP)
     row["ended_before"] = p.poll()
     try:
@@ -142,7 +141,6 @@ def hung(when: str, first: list[dict[str, Any]]) -> dict[str, Any]:
         row["error"], row["states"] = document.get("error"), {x["pid"]: x["state"] for x in document.get("processes", [])}
     finally:
         os.kill(ranks[1].pid, signal.SIGCONT)
-        agents.close()
     suspended, row["recovered"] = settled()
     if suspended:
         row["resume"] = gpuckpt("resume", ranks[0].pid, "--timeout", "30s", timeout=budget.left(keep_s=3.0))[0]
@@ -151,10 +149,21 @@ def hung(when: str, first: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
+#: Step in which rank 1 dies -> the command, and the stage that it has reached by then.
+DEATHS = {
+    "comms": ("suspend", "quiesced"),
+    "lock": ("suspend", "disarmed"),
+    "checkpoint": ("suspend", "disarmed"),
+    "suspended": ("resume", ""),
+    "restore": ("resume", "restored"),
+    "comms-resume": ("resume", "comms-suspended"),
+}
+
+
 def died(when: str, walls: dict[str, float]) -> dict[str, Any]:
-    """Rank 1 is killed *when*; how the command ended, and what became of rank 0."""
+    """Rank 1 is killed in the step *when*; how the command ended, and what became of rank 0."""
+    command, stage = DEATHS[when]
     row: dict[str, Any] = {"when": when}
-    command = "suspend" if when == "checkpoint" else "resume"
     if command == "resume":
         row["suspend"] = gpuckpt("suspend", ranks[0].pid, timeout=budget.left(keep_s=3.0))[0]
     if when == "suspended":
@@ -163,11 +172,9 @@ def died(when: str, walls: dict[str, float]) -> dict[str, Any]:
     begun = time.perf_counter()
     p = begin(command, "--timeout", f"{DEADLINE_S:g}s")
     if when != "suspended":
+        wait_for(lambda: come(stage) or p.poll() is not None, DEADLINE_S)
         if when == "checkpoint":
-            wait_for(lambda: stages() == ["disarmed"] * size or p.poll() is not None, DEADLINE_S)
             time.sleep(0.4 * walls["checkpoint"])
-        else:
-            wait_for(lambda: any(used_mib(g) > 100 for g in range(size)) or p.poll() is not None, DEADLINE_S)
         row["ended_before"] = p.poll()
         kill(ranks[1].p)
     out, err = p.communicate(timeout=budget.left(keep_s=3.0))
@@ -205,7 +212,7 @@ try:
     if kills:
         r.check(f"kill -9 of gpuckpt, {len(rows)} times: every sum exact", bool(rows) and all(x["exact"] for x in rows), [x["stages"] for x in rows])
     hangs: list[dict[str, Any]] = []
-    for when in HANGS:
+    for when in HANGS if "hangs" in parts else ():
         if not budget.allows(walls["suspend"] + walls["resume"] + 2 * DEADLINE_S + (10 if SIMULATED else 40)):
             budget.step(f"no time for a rank that hangs: {when}")
             continue
@@ -220,7 +227,7 @@ try:
         if not r.check(f"a rank hangs ({when}): it is named, in time; when it goes on every sum is exact", held and row["exact"], row):
             break
     deaths: list[dict[str, Any]] = []
-    for when in ("suspended", "checkpoint", "resume"):
+    for when in DEATHS if "deaths" in parts else ():
         if not budget.allows(walls["suspend"] + walls["resume"] + 2 * DEADLINE_S + (10 if SIMULATED else 40)):
             budget.step(f"no time for a rank that dies: {when}")
             continue
