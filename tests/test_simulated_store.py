@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from gpuckpt.driver.simulated import SimulatedDevices, SimulatedDriver, SimulatedWorldDir, StateLostError
+from gpuckpt.driver.simulated_comms import SimulatedCommunicator
 from gpuckpt.errors import NoDriver
 from gpuckpt.model import GIB, State
 from tests.simulated_bench import Bench
@@ -82,6 +83,19 @@ class TestStore:
             child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
         assert bench.used() == [0, 0]
         child.communicate(b"\n")
+
+    def test_a_rank_that_is_stopped_in_its_communicator_s_call_holds_nothing_up(self, bench: Bench) -> None:
+        """It never has the world's lock there: so it gets on while somebody else has it, and sees nothing of it."""
+        bench.world.register(os.getpid(), {bench.uuids[0]: 5})
+        rank = SimulatedCommunicator(bench.world, os.getpid(), "own", 0, 1)
+        with bench.world.transaction() as world:
+            assert "communicator" in world.rules.processes[os.getpid()].traits
+            rank.suspend()
+        with bench.world.transaction() as world:
+            assert "communicator" not in world.rules.processes[os.getpid()].traits
+        rank.resume()
+        with bench.world.transaction() as world:
+            assert "communicator" in world.rules.processes[os.getpid()].traits
 
 
 class TestFaults:

@@ -44,8 +44,7 @@ class SimulatedCommunicator:
         self.world, self.pid, self.name, self.rank, self.size, self.nccl = world, pid, name, rank, size, nccl
         self._place = Path(meet_in or Path(world.path) / "comms")
         self._meetings = 0
-        with world.transaction() as machine:
-            machine.rules.processes[pid].traits.add("communicator")
+        world.mark_communicator(pid, suspended=False)
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"name": self.name, "rank": self.rank, "size": self.size, "nccl": self.nccl}]
@@ -59,15 +58,13 @@ class SimulatedCommunicator:
 
     def suspend(self) -> None:
         self._meet("suspend")
-        with self.world.transaction() as machine:
-            machine.rules.processes[self.pid].traits.discard("communicator")
+        self.world.mark_communicator(self.pid, suspended=True)
 
     def resume(self) -> None:
         with self.world.cuda_call(self.pid):  # touches the GPU: it needs a process that is restored and unlocked
             pass
         self._meet("resume")
-        with self.world.transaction() as machine:
-            machine.rules.processes[self.pid].traits.add("communicator")
+        self.world.mark_communicator(self.pid, suspended=False)
 
     def _meet(self, what: str) -> None:
         """Return when every rank has come, in the same order of meetings. Faults of the calls "comms" and "comms-resume" act here."""

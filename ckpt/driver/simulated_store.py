@@ -68,6 +68,9 @@ class Fault:
     times: int = 1
     before: bool = True
 
+    def meant(self, call: str, pid: int) -> bool:
+        return self.call == call and self.pid in (None, pid) and self.times > 0
+
 
 @dataclass
 class World:
@@ -145,6 +148,7 @@ class SimulatedWorldDir:
             world = World.from_text(before)
             self._settle(world)  # a caller may have been killed between saving and moving
             self._forget_dead(world)
+            self._see_communicators(world)
             self._carry_on(world, held)
             yield world
             self._carry_on(world, held)
@@ -176,6 +180,21 @@ class SimulatedWorldDir:
             if pid in world.rules.processes:
                 self._forget(world, pid)
 
+    def mark_communicator(self, pid: int, *, suspended: bool) -> None:
+        """That the live process *pid* has communicators, and whether they are suspended. It counts from the next transaction on.
+
+        The process itself says so, and without the world's lock: it may be stopped at any instruction, and must not stop the world with it.
+        """
+        seen = look(pid)
+        if seen is None:
+            raise ProcessLookupError(pid)
+        mark = self._communicators(pid, seen[1])
+        mark.mkdir(parents=True, exist_ok=True)
+        if suspended:
+            (mark / "suspended").touch()
+        else:
+            (mark / "suspended").unlink(missing_ok=True)
+
     def add_fault(
         self,
         call: str,
@@ -191,13 +210,24 @@ class SimulatedWorldDir:
             faults.append(Fault(call, pid, result, hang, delay_s, times, before))
 
     def take_fault(self, call: str, pid: int) -> Fault | None:
-        """The first fault that matches, used up once."""
-        with self._faults() as faults:
-            for fault in faults:
-                if fault.call == call and fault.pid in (None, pid) and fault.times > 0:
-                    fault.times -= 1
-                    return fault
+        """The first fault that matches, used up once. The world's lock is taken only where there is one: see :meth:`mark_communicator`."""
+        if any(fault.meant(call, pid) for fault in self._read_faults()):
+            with self._faults() as faults:
+                for fault in faults:
+                    if fault.meant(call, pid):
+                        fault.times -= 1
+                        return fault
         return None
+
+    def _communicators(self, pid: int, start_ticks: int) -> Path:
+        return self.path / "communicators" / f"{pid}-{start_ticks:x}"
+
+    def _see_communicators(self, world: World) -> None:
+        for process in world.rules.processes.values():
+            mark = self._communicators(process.pid, process.start_ticks)
+            if mark.exists():
+                change = process.traits.discard if (mark / "suspended").exists() else process.traits.add
+                change("communicator")
 
     @contextlib.contextmanager
     def cuda_call(self, pid: int) -> Iterator[list[Path]]:
@@ -236,13 +266,16 @@ class SimulatedWorldDir:
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[list[Fault]]:
-        path = self.path / "faults.json"
         with _flocked(self.path / "lock"):
-            before = [Fault(**f) for f in json.loads(path.read_text())] if path.exists() else []
+            before = self._read_faults()
             after = [dataclasses.replace(f) for f in before]
             yield after
             if after != before:
-                _replace(path, json.dumps([dataclasses.asdict(f) for f in after if f.times > 0], indent=1))
+                _replace(self.path / "faults.json", json.dumps([dataclasses.asdict(f) for f in after if f.times > 0], indent=1))
+
+    def _read_faults(self) -> list[Fault]:
+        path = self.path / "faults.json"
+        return [Fault(**f) for f in json.loads(path.read_text())] if path.exists() else []
 
     def _call_path(self, pid: int) -> Path:
         """Locked by *pid* during its own CUDA calls; says until when it is busy."""
