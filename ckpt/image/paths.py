@@ -49,7 +49,8 @@ def other(path: str, nbytes: int, seconds: float | None, *, shared: bool = False
 def words(image: Mapping[str, Any]) -> str:
     """Of a report's ``image``: which path it took, why, and what another would have taken."""
     guess = image.get("estimate")
-    span = f"about {guess['low_s']:.1f}-{guess['high_s']:.1f} s of checkpoint, by the ratios in {guess['source']}" if guess else ""
+    low, high = (f"{guess[key]:.1f}" if guess else "" for key in ("low_s", "high_s"))
+    span = f"about {low if low == high else f'{low}-{high}'} s of checkpoint, by the ratios in {guess['source']}" if guess else ""
     if image["path"] == PRELOAD:
         return "with the preload library" + (f" (estimate without: {span})" if guess else "")
     why = f": {image['why']}" if image.get("why") else ""
