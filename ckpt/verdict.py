@@ -27,7 +27,8 @@ def agent_in_flight(who: str, call: Call, process: ProcessId, gone: Sequence[Pro
     hint = "when it has answered, or been ended: gpuckpt recover"
     said = f"the agent of {who} has not done its {call} by the deadline"
     if gone and call in (Call.COMMS, Call.COMMS_RESUME):
-        said += f"; pid {', '.join(map(str, gone))} of its group ended, for whom it waits if they share a communicator"
+        ended = f"pid {', '.join(map(str, gone))} of its group ended, for whom it waits if they share a communicator"
+        said = f"the agent of {who} has not done its {call}: {ended}"
         hint = f"end the job, and start it again: kill {process}"
     return errors.InFlight(said, hint=hint, pid=process.pid, step=call)
 

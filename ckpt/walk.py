@@ -12,14 +12,17 @@ from gpuckpt import errors, plan, verdict
 from gpuckpt.barrier import Alone, Barrier
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
+from gpuckpt.inspect import ranks
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Report, State, Status, Step
+from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Rank, Report, State, Status, Step
 from gpuckpt.world import Claim, Pending, World
 
 #: What an agent does without being asked, when its controller is gone.
 _BACK_BY_ITSELF = (Call.COMMS_RESUME, Call.ONLOAD, Call.UNQUIESCE)
 #: How long a lock that was asked to end may take before its caller is left to itself, in seconds.
 LOCK_GRACE_S = 10.0
+#: How long those that wait inside NCCL for a rank that has ended are waited for, in seconds: NCCL may notice, and say so.
+BEREFT_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,8 @@ class Walk:
         calls: dict[ProcessId, Pending] = {}
         not_made: list[Failure] = []
         initialise = phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus())
+        together = phase.call in (Call.COMMS, Call.COMMS_RESUME)
+        known = self._ranks() if together else ()  # asked for now: an agent that is at work has no time for it
         if phase.call in plan.AGENT_CALLS:
             assert self.record is not None
             left_s = max(0.05, self.deadline - begun)
@@ -204,6 +209,8 @@ class Walk:
                 self.say(
                     phase.call, f"stopping: the driver cannot be interrupted in a {phase.call}; waiting for it (Ctrl-C again: leave it)"
                 )
+            if together and self._in_vain(known, [c.process for c in waiting]):
+                together, limit = False, min(limit, world.now() + BEREFT_GRACE_S)
             world.wait(waiting, min(limit, world.now() + 0.25) if self._watch else limit)
             self._seconds |= {c.process.pid: round(world.now() - begun, 4) for c in waiting if c.outcome is not None}
             self.say(phase.call)
@@ -211,6 +218,21 @@ class Walk:
         # those that were not ready are why the others are not done, and those that ended are why others wait, or do not come
         order = sorted(calls, key=lambda p: (results[p] == "agent:DROPPED", not results[p], results[p] == "agent:NOT_READY"))
         return not_made + [f for process in order if (f := self._result(phase.call, process, calls[process], limit, gpu_map))]
+
+    def _ranks(self) -> tuple[Rank, ...]:
+        """What the members that live have in communicators; nothing where not all of them can say."""
+        assert self.record is not None
+        alive = [m.id for m in self.record.members if m.agent and self.world.alive(m.id)]
+        if self.barrier.several or any(self.world.stopped(p) for p in alive):
+            return ()
+        return self.world.ranks(alive)
+
+    def _in_vain(self, known: Sequence[Rank], waiting: Sequence[ProcessId]) -> bool:
+        """Whether each of *waiting* shares a communicator with a member that has ended, and waits for ever. *known*: before the calls."""
+        assert self.record is not None
+        gone = {m.id.pid for m in self.record.members if not self.world.alive(m.id)}
+        left = ranks.bereft([r for r in known if r.pid not in gone]) if gone and known else {}
+        return all(p.pid in left for p in waiting)
 
     def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float, gpu_map: Mapping[str, str]) -> Failure | None:
         """Take in how one call ended."""

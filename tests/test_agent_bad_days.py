@@ -49,6 +49,21 @@ def test_a_rank_that_dies_in_its_communicators(machine4: Machine) -> None:
     assert not machine4.world.peek().operations
 
 
+def test_a_rank_that_dies_in_the_way_back_of_its_communicators(machine4: Machine) -> None:
+    """Nobody waits until the deadline for peers that wait inside NCCL for the dead."""
+    ranks = job(machine4)
+    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
+    machine4.world.add_fault("comms-resume", pid=ranks[2].pid, hang=True)
+    running = machine4.begin("resume", ranks[0].pid, "--timeout", "10m")
+    entered = machine4.world.path / "comms" / "tp-2-resume"
+    eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
+    ranks[2].kill()
+    result = running.end()
+    assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "comms-resume"), result
+    assert f"pid {ranks[2].pid} of its group ended, for whom it waits" in result.error["message"]
+    assert result.states[ranks[2].pid] == "gone"
+
+
 def test_a_rank_that_is_stopped_in_its_communicators(machine4: Machine) -> None:
     """The others wait for it inside NCCL; it is named, with the way on, and that way leads back."""
     ranks = job(machine4)
