@@ -68,6 +68,13 @@ class Group(Walk):
                     pid=p.pid,
                 )
 
+    def refuse_the_lost(self, inventory: Inventory) -> None:
+        """What is known to be lost is not suspended once more: what the driver would take down it could not bring back."""
+        ids = {p.id for p in inventory.processes}
+        for m in (m for r in self.world.journal.records() for m in r.members):
+            if m.id in ids and m.lost:
+                raise errors.Lost(m.lost, hint=f"end it and start it again: kill {m.id}", pid=m.id.pid, step="inspect")
+
     def refuse_hazards(self, hazards: Iterable[Hazard]) -> None:
         for hazard in hazards:
             if not (hazard.acceptable and hazard.kind in self.accept):

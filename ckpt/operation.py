@@ -53,6 +53,7 @@ class Operation(Reporting):
             self.refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
             self.set_deadline(sum(p.nbytes for p in inventory.processes))
             inventory, targets = self.claim_group(inventory, targets, tree)
+            self.refuse_the_lost(inventory)
             down = method.suspended(self, inventory)
             already = len(down) == len(inventory.processes) and not self.left_in_the_middle(inventory)
             if already:
@@ -344,6 +345,9 @@ class Operation(Reporting):
                 pid=left[0].pid,
                 step=cause.step,
             )
+        if isinstance(cause, errors.Lost) and isinstance(worse, errors.InFlight):  # who waits for the lost one is not what happened
+            cause.add_note(f"and: {worse.message}")
+            worse = None
         if worse is not None and worse is not cause:
             worse.add_note(f"after: {cause.message}")
         self._end(worse or cause, self.record.found)

@@ -37,6 +37,9 @@ def of_agent(who: str, call: Call, process: ProcessId, outcome: Outcome) -> Gpuc
     """What an agent could not do. Communicators that broke on the way are broken for good."""
     where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
     failed = outcome.result == "agent:FAILED"
+    if outcome.result == "agent:REFUSED":
+        said = f"{who} could not suspend its communicators, which are as they were: {outcome.message}"
+        return errors.NcclCommunicator(said, hint="start the job without what is named (gpuckpt env), or let go of it", **where)
     if outcome.result == "agent:NOT_READY":
         hint = "a longer --timeout" + (", or call it in its loop" if "checkpoint_here" in outcome.message else "")
         return errors.Deadline(f"{who}: {outcome.message}; it goes on running", hint=hint, **where)

@@ -49,6 +49,21 @@ def test_a_rank_that_dies_in_its_communicators(machine4: Machine) -> None:
     assert not machine4.world.peek().operations
 
 
+def test_a_communicator_that_breaks_on_one_rank(machine4: Machine) -> None:
+    """That rank is named, not one that waits for it; and the job is never suspended once more: it could not come back."""
+    ranks = job(machine4)
+    machine4.world.add_fault("comms", pid=ranks[2].pid, result="INTERNAL_ERROR")
+    result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "1s")
+    assert (result.code, result.error["code"], result.error["pid"]) == (3, "lost", ranks[2].pid), result
+    assert "INTERNAL_ERROR" in result.error["message"]
+    ranks[0].kill()  # who waits for it inside NCCL would be named first
+    ranks[1].kill()
+    ranks[3].kill()
+    again = machine4.gpuckpt("suspend", ranks[2].pid)
+    assert (again.code, again.error["code"], again.error["pid"]) == (3, "lost", ranks[2].pid), again
+    assert states(machine4, [ranks[2]]) == {State.RUNNING}
+
+
 def test_a_rank_that_dies_in_the_way_back_of_its_communicators(machine4: Machine) -> None:
     """Nobody waits until the deadline for peers that wait inside NCCL for the dead."""
     ranks = job(machine4)

@@ -71,6 +71,50 @@ out["verified"], out["calls"] = verified, calls()
     assert (out["verified"], [c.split()[2] for c in out["calls"]]) == (["registered:both"], ["both", "both"])
 
 
+def test_a_suspend_that_nccl_refuses_leaves_all_as_found(nccl_run: Run) -> None:
+    """Half-way: what was suspended before comes back and is proven, and what is hazardous is still looked at."""
+    out = nccl_run(
+        BEGIN
+        + """
+from gpuckpt.agent.communicators import AsFoundError
+made = []
+for name in "abc":
+    made.append(communicator(new, name, carried=True))
+    register(made[-1].pointer, made[-1].library.path, name=name, carried=True)
+a = NcclCommunicators()
+before = a.hazards()
+try:
+    a.suspend()
+except AsFoundError as e:
+    out["said"] = str(e)
+out["suspended"] = [c.library.stats(c.pointer).suspended for c in made]
+out["same_hazards"], out["verified"] = a.hazards() == before, verified
+""",
+        FAKE_NCCL_ncclCommSuspend_b="5",
+    )
+    assert "refuses to suspend registered:b" in out["said"]
+    assert (out["suspended"], out["same_hazards"], out["verified"]) == ([False] * 3, True, ["registered:a"])
+
+
+def test_one_that_breaks_stays_a_hazard(nccl_run: Run) -> None:
+    out = nccl_run(
+        BEGIN
+        + """
+c = communicator(new, "a", carried=True)
+register(c.pointer, c.library.path, name="a", carried=True)
+a = NcclCommunicators()
+try:
+    a.suspend()
+except Exception as e:
+    out["said"] = str(e)
+out["hazards"] = a.hazards()
+""",
+        FAKE_NCCL_ncclCommSuspend_a="3",
+    )
+    assert "registered:a (rank 0 of 2) broke while it was to be suspended" in out["said"]
+    assert out["hazards"] == [out["said"]]
+
+
 def test_what_vllm_has_suspended_itself_stays_so_and_is_vouched_for(nccl_run: Run) -> None:
     """A server asleep with --enable-nccl-comm-suspend (vLLM 0.30): its own wake-up brings them back, not our resume."""
     out = nccl_run(

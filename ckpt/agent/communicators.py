@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
+class AsFoundError(Exception):
+    """A suspend that was refused: every communicator of the process is as it was found."""
+
+
 class Communicators(Protocol):
     """The process's own side of GPU communication. All but ``describe`` run on the program's own thread, at its safe point.
 
-    A failure is an exception whose text is for people. ``suspend`` and ``resume`` are collective: every rank, the same order.
+    A failure is an exception whose text is for people; but for :class:`AsFoundError` nothing is sure of the communicators after it.
+    ``suspend`` and ``resume`` are collective: every rank, the same order.
     """
 
     def describe(self) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from gpuckpt.agent.communicators import AsFoundError
+
 if TYPE_CHECKING:
     from gpuckpt.nccl.communicators import Communicator
 
@@ -20,6 +22,7 @@ class NcclCommunicators:
 
     def __init__(self) -> None:
         self._suspended: tuple[Communicator, ...] | None = None  # by us; None: nothing has been asked of them
+        self._broken = ""  # in words: of a suspend that broke half-way nothing is sure any more
         self._seen: tuple[Communicator, ...] = ()  # all that were there then, with those of one rank
 
     def describe(self) -> list[dict[str, Any]]:
@@ -39,6 +42,8 @@ class NcclCommunicators:
 
     def hazards(self) -> list[str]:
         """While suspended nothing is looked at: the communicators must not be touched."""
+        if self._broken:
+            return [self._broken]
         if self._suspended is not None:
             return []
         from gpuckpt.nccl.communicators import listing
@@ -55,11 +60,22 @@ class NcclCommunicators:
     def suspend(self) -> None:
         from gpuckpt.nccl import suspend
         from gpuckpt.nccl.communicators import listing
+        from gpuckpt.nccl.verify import verify
 
         seen = listing()
         self._seen = (*seen.communicators, *seen.alone)
         outcome = suspend.suspend(seen.communicators)
         self._suspended = outcome.done  # what was found suspended belongs to its owner, and stays so
+        if outcome.error is None:
+            return
+        if outcome.broken is None:  # refused: its peers are, too, and all go back to where they were
+            back = suspend.resume(outcome.done)
+            if back.ok:
+                verify(outcome.done, VERIFY_DEADLINE_S)
+                self._suspended = None
+                raise AsFoundError(str(outcome.error)) from outcome.error
+            outcome = back
+        self._broken = str(outcome.error)
         outcome.raise_for_error()
 
     def resume(self) -> None:

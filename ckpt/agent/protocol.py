@@ -2,8 +2,8 @@
 
 One JSON object a line. A request has a number, and names a call, the operation and the seconds that are left; "quiesce" also says whether
 an ``offload`` will follow, "comms" whether the communicators are to be left alone (``keep``). Its answer has that number, a ``result``
-("SUCCESS", "NOT_READY", "ILLEGAL_STATE", "DROPPED", "FAILED"), the ``stage`` that the agent is in now, and words; of an offload the bytes
-that ``moved``.
+("SUCCESS", "NOT_READY", "ILLEGAL_STATE", "DROPPED", "REFUSED", "FAILED"), the ``stage`` that the agent is in now, and words; of an offload
+the bytes that ``moved``. What was refused is as it was found.
 
 What all ranks must do or none (``TOGETHER``) comes with the read end of one pipe for all of them. An agent answers "READY" and waits:
 a byte in the pipe, which nobody takes out, is the word for all at once; a pipe closed without one means that nothing was begun.

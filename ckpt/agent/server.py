@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuckpt.agent import protocol
-from gpuckpt.agent.communicators import Communicators
+from gpuckpt.agent.communicators import AsFoundError, Communicators
 from gpuckpt.agent.memory import Memory, PoolMemory
 from gpuckpt.inspect.processes import peer_of
 from gpuckpt.model import State
@@ -151,7 +151,7 @@ class Agent:
             try:
                 self._finish(call, "", visit, work())
             except Exception as e:  # noqa: BLE001 - the controller must hear of it, the program must not
-                self._finish(call, _words(e), visit, isinstance(e, _HalfWayError))
+                self._finish(call, _words(e), visit, isinstance(e, (_HalfWayError, AsFoundError)))
 
     def _finish(self, call: str, error: str, visit: int, result: Any = None) -> None:
         self._done.put((visit, call, error, result))
@@ -326,8 +326,9 @@ class Agent:
             if visit != self._visit or (call == "quiesce" and not self.wanted):
                 continue  # it came when the visit had been given up, and has been told to go on
             self._running = ""
+            refused = call == "comms" and bool(error and result)
             if call in ("comms", "comms-resume"):
-                self._broken = error
+                self._broken = "" if refused else error
             if call == "offload" and error:
                 self._offloaded = result
                 self.stage = State.OFFLOADED if result else self.stage
@@ -337,7 +338,7 @@ class Agent:
             owner = self._owner
             if owner is not None and owner.asked == call:
                 more = {"moved": result} if call == "offload" and not error else {}
-                self._done_with(owner, "FAILED" if error else "SUCCESS", error, **more)
+                self._done_with(owner, "REFUSED" if refused else "FAILED" if error else "SUCCESS", error, **more)
                 if call == "unquiesce":
                     self._owner = None
             elif owner is None and not (call == "onload" and error):  # without room it waits for somebody who made some
