@@ -114,7 +114,7 @@ def tested() -> str:
             "ranks_bad_days_deaths",
             "a rank that dies while suspended, in a checkpoint, in a resume (in this run nothing was killed otherwise)",
         ),
-        ("ranks_bad_days_hanging", "a rank that hangs in a suspend, in a restore, in the proof after it"),
+        ("ranks_bad_days_hanging", "a rank that hangs in a suspend, in a restore, in the way back of its communicators"),
         (
             "run_two_models",
             "two models that do not fit on one GPU together, `--share`, an unmodified `openai` client (in this run both models were the same: the check that says so)",

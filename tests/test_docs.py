@@ -73,6 +73,13 @@ def test_figures_are_those_of_the_result_files(script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_no_result_of_a_gpu_is_of_a_simulated_one() -> None:
+    """Scripts that were tried there have "simulated" in what they say of their machine. faults.json is none of these."""
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        machine = json.loads(path.read_text()).get("machine")
+        assert not (isinstance(machine, dict) and machine.get("simulated")), path.name
+
+
 def test_the_picture_of_two_models_needs_no_result_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     draw = runpy.run_path(str(ROOT / "benchmarks/pictures.py"))["two_models"]

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +29,10 @@ else:
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
 HERE = Path(__file__).parent
 MARK = os.environ.setdefault("GPUCKPT_LAB", str(os.getpid()))  # what this script starts has it in its environment
-OUT = Path(os.environ.get("OUT", HERE.parent.parent / "benchmarks" / "results"))
+RESULTS = HERE.parent.parent / "benchmarks" / "results"
+OUT = Path(os.environ.get("OUT", tempfile.mkdtemp(prefix="gpuckpt-simulated-") if SIMULATED else RESULTS))
+if SIMULATED and OUT.resolve() == RESULTS:
+    sys.exit(f"{RESULTS} is for what ran on GPUs: set OUT to another directory")
 
 
 _begun = time.monotonic()

@@ -3,7 +3,7 @@
 usage: RANKS=N ranks_bad_days.py [KILLS] [hangs] [deaths]        with a word, only that part beside the kills
 
 KILLS (default 6) of each command, spread over its whole time; after each `gpuckpt recover`, and `resume` if it says that the job is suspended: the sums
-must be exact. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in the proof after it: the command ends by its deadline,
+must be exact. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in its communicators' way back: the command ends by its deadline,
 and names it; when the rank goes on and `gpuckpt recover` has been at it the sums must be exact. Then a rank is killed in each step: the command ends by its
 deadline, and names it. What becomes of the other rank is noted. Ends after $LIMIT_S seconds (default 300); what would not fit is left out, and said. Needs
 NCCL 2.30.7 in torch's place.
@@ -120,7 +120,7 @@ def come(stage: str) -> bool:
 
 
 #: Where rank 1 hangs: the command, and the stage of its own at which it is stopped.
-HANGS = {"suspend": ("suspend", "quiesced"), "restore": ("resume", "restored"), "verify": ("resume", "comms-suspended")}
+HANGS = {"suspend": ("suspend", "quiesced"), "restore": ("resume", "restored"), "comms-resume": ("resume", "comms-suspended")}
 
 
 def hung(when: str, first: list[dict[str, Any]]) -> dict[str, Any]:
