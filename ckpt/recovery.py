@@ -13,6 +13,9 @@ from gpuckpt.operation import Operation
 from gpuckpt.walk import Progress
 from gpuckpt.world import World
 
+_POLL_S = 0.1
+_AGAIN = Report("recover", False, False)
+
 
 def unfinished(world: World) -> list[Record]:
     """Records that stand for something other than a group that is wholly suspended, or whose processes are gone."""
@@ -34,8 +37,10 @@ def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[
     reports = []
     for record in unfinished(world):
         operation = Operation(world, "recover", timeout_s=timeout_s, tell=tell)
+        operation.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
         try:
-            report = operation.recover(record)
+            while (report := _tried(operation, record)) is _AGAIN:
+                world.wait((), world.now() + _POLL_S)
         except errors.Busy as e:
             reports.append(_left_alone(record, e, world.simulated))
             continue
@@ -45,6 +50,17 @@ def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[
             continue
         reports.append(dataclasses.replace(report, details={"recovered": words(record, operation, report.ok)}))
     return reports
+
+
+def _tried(operation: Operation, record: Record) -> Report | None:
+    """As :meth:`Operation.recover`; ``_AGAIN`` while only a driver call that an earlier gpuckpt began is in the way, which will end."""
+    try:
+        return operation.recover(record)
+    except errors.Busy as e:
+        world = operation.world
+        if e.pid is not None or world.now() >= operation.deadline or any(world.stopped(m.id) for m in record.members):
+            raise
+    return _AGAIN
 
 
 def _left_alone(record: Record, busy: errors.Busy, simulated: bool) -> Report:

@@ -15,7 +15,8 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
     """After a crash of gpuckpt or of its shell: finish or undo every operation that was left in the middle.
 
     Reads the journal and asks the driver. A suspend that had reached every process is finished, any other is undone; a resume that
-    had restored any process is finished, any other leaves it suspended. Does nothing, and says so, when nothing was left.
+    had restored any process is finished, any other leaves it suspended. A driver call that was left under way is waited for, up to
+    --timeout. Does nothing, and says so, when nothing was left.
 
     \b
     Examples:

@@ -275,7 +275,7 @@ class MemoryWorld:
                     claim.release()
                     if interrupted:
                         raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched")
-                    raise errors.Busy(f"another gpuckpt is at work on {key}")
+                    raise errors.Busy(f"another gpuckpt is at work on {key}", pid=2)
                 self._pass(until, lambda key=key: key not in claims or len(self.interruptions) > before)
             claims[key] = claim
         return claim

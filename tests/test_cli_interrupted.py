@@ -220,7 +220,6 @@ def test_kill_9_while_it_checkpoints(machine: Machine, then: str) -> None:
     eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
     suspend.signal(9)
     suspend.end()
-    eventually(lambda: target.state is State.CHECKPOINTED, "the driver ends it")
     result = machine.gpuckpt(then, *([] if then == "recover" else [target.pid]))
     assert (result.code, result.states) == (0, {target.pid: "running" if then == "resume" else "suspended"})
     if then == "recover":
@@ -255,7 +254,6 @@ def test_kill_9_while_it_restores(machine: Machine, then: str) -> None:
     eventually(lambda: target.under_way(Call.RESTORE), "the restore")
     resume.signal(9)
     resume.end()
-    eventually(lambda: target.state is State.LOCKED, "the driver ends it")
     result = machine.gpuckpt(then, *([target.pid] if then == "resume" else []))
     assert (result.code, result.states) == (0, {target.pid: "running"})
     assert target.unharmed()
