@@ -26,7 +26,7 @@ from gpuckpt.model import State
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ROUNDS = 5
+ROUNDS = 7
 AS_FOUND = (1, 5, 6, 124, 130, 143, -signal.SIGINT, -signal.SIGTERM)  # the last two: before it had begun
 CALLERS = tuple(f"gpuckpt-{call}"[:15] for call in ("lock", "checkpoint", "restore", "unlock"))
 GPUCKPT = [sys.executable, "-c", "from gpuckpt.cli.main import main; main()"]
