@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import streams
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
 
@@ -206,9 +206,5 @@ def warn(text: str) -> None:
 
 def finish(code: int) -> NoReturn:
     """Exit at once. What Python and the driver's libraries do at an orderly exit takes 20 ms and serves nobody here."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BrokenPipeError:
-        code = code or 1
+    streams.settle()
     os._exit(code)
