@@ -5,7 +5,8 @@
 >>> gpuckpt.resume(4242)                       # doctest: +SKIP
 
 Each call returns a :class:`gpuckpt.model.Report`, or raises a :class:`gpuckpt.errors.GpuckptError` whose ``report``
-(if the operation had begun to act) tells how every process was left.
+(if the operation had begun to act) tells how every process was left. An argument that makes no sense is a
+:class:`gpuckpt.errors.Usage`: nothing was looked at, and nothing touched.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ def lease(*gpus: int | str, timeout_s: float = 300.0) -> Lease:
     gpuckpt.errors.GpuckptError
         A run refused.
     """
+    from gpuckpt import asked
     from gpuckpt.supervisor.lease import Lease, uuids
 
+    asked.check("lease", timeout_s=timeout_s)
     return Lease(uuids(gpus), within_s=timeout_s)
 
 
@@ -98,10 +101,12 @@ def suspend(
     gpuckpt.errors.GpuckptError
         With ``exit_code`` 3: the report names each process that is not as it was found.
     """
+    from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
     from gpuckpt.rendezvous.choice import Choice
 
+    asked.check("suspend", pids, along=along, accept_loss=accept_loss, method=method, oom_score_adj=oom_score_adj, timeout_s=timeout_s)
     hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
     with (
         LocalWorld() as world,
@@ -138,10 +143,12 @@ def resume(
     gpuckpt.errors.Lost
         The driver could not restore a process; the report says which.
     """
+    from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
     from gpuckpt.rendezvous.choice import Choice
 
+    asked.check("resume", pids, timeout_s=timeout_s, wait_s=wait_s)
     hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
     with (
         LocalWorld(command="resume") as world,
@@ -154,19 +161,22 @@ def resume(
 
 def status(*pids: int) -> Overview:
     """Every process on the GPUs or suspended; with *pids*, those that these stand for."""
+    from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.overview import overview
 
+    asked.check("status", pids or None)
     with LocalWorld() as world:
         return overview(world, pids)
 
 
 def recover(*, timeout_s: float | None = None) -> list[Report]:
     """Finish or undo every operation that a crash left in the middle; one report for each, with ``error`` set where that failed."""
-    from gpuckpt import keeping
+    from gpuckpt import asked, keeping
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
 
+    asked.check("recover", timeout_s=timeout_s)
     with LocalWorld() as world, world.interruptible(restore=True):
         world.void()
         keeping.sweep(world.journal.records())
