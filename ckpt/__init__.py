@@ -166,7 +166,7 @@ def status(*pids: int) -> Overview:
     from gpuckpt.overview import overview
 
     asked.check("status", pids or None)
-    with LocalWorld() as world:
+    with LocalWorld(command="status") as world:
         return overview(world, pids)
 
 

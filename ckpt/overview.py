@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from gpuckpt import claims, errors
+from gpuckpt import claims, errors, refusals
 from gpuckpt.inspect import processes
-from gpuckpt.journal import Member, Record, no_process, void_words
+from gpuckpt.journal import Member, Record, void_words
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
 from gpuckpt.words import BY_POOL, HELD
@@ -43,7 +44,8 @@ class Overview:
 def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     """All CUDA processes of the machine; with *targets*, those that these pids stand for.
 
-    Raises ``NoSuchProcess`` for a target that neither lives nor is in the journal, ``NoCudaState`` if nothing of it holds GPU memory.
+    Raises ``NoSuchProcess`` for a target that neither lives nor is in the journal, ``NotAProcess`` for a thread, ``NoCudaState`` if nothing
+    of it holds GPU memory.
     """
     procs = processes.table()  # first: NVML may still be on its way
     void = world.void()
@@ -97,7 +99,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
             if pid not in loaded and pid != world.me.pid
         ]
     elif not rows:
-        _explain(targets, procs, void)
+        _explain(targets, procs, void, world.command)
     return Overview(gpus, tuple(rows), tuple(warnings))
 
 
@@ -175,10 +177,10 @@ def _stranger(pid: int, here: bool) -> tuple[str, str, str]:
     return "not visible from here (container?)", "?", "foreign"
 
 
-def _explain(targets: Sequence[int], procs: dict[int, processes.Proc], void: Sequence[Record]) -> None:
+def _explain(targets: Sequence[int], procs: dict[int, processes.Proc], void: Sequence[Record], command: str) -> NoReturn:
     missing = [t for t in targets if t not in procs]
     if missing:
-        raise errors.NoSuchProcess(no_process(missing[0], void), hint="gpuckpt ps lists what there is", pid=missing[0])
+        refusals.explain_missing(missing[0], command, void)
     raise errors.NoCudaState(
         f"neither pid {targets[0]} ({processes.command(targets[0])}) nor any process that belongs to it holds GPU memory",
         hint="gpuckpt ps lists the processes on the GPUs",

@@ -63,7 +63,7 @@ def as_report(command: str, pids: tuple[int, ...], timeout_s: float, as_json: bo
     from gpuckpt.overview import overview
 
     begun = time.monotonic()
-    with LocalWorld(start=start) as world, within(timeout_s, command, as_json):
+    with LocalWorld(command=command, start=start) as world, within(timeout_s, command, as_json):
         seen = overview(world, pids)
         simulated = world.simulated
     return Report(
