@@ -70,7 +70,8 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
             state in (State.RUNNING, State.DENIED, State.BLOCKED) and pid not in contexts and not member
         ):
             continue
-        word, note = _word(state, proc.stopped, proc.id in busy, record, member, pid in contexts)
+        left = proc.id in busy and _left_behind(proc.id, record)
+        word, note = _word(state, proc.stopped, proc.id in busy, left, record, member, pid in contexts)
         if record is not None and record.membership is not None:
             note = "; ".join(n for n in (note, _with_others(record.membership)) if n)
         nbytes = world.image_bytes(proc.id) if word == "suspended" else 0
@@ -118,12 +119,30 @@ def _stands_for(targets: Sequence[int], record: Record, procs: dict[int, process
     return any(m.id.pid in targets and (m.id.pid not in procs or procs[m.id.pid].id == m.id) for m in record.members)
 
 
-def _word(state: State, stopped: bool, busy: bool, record: Record | None, member: Member | None, has_context: bool) -> tuple[str, str]:
+def _left_behind(process: ProcessId, record: Record | None) -> bool:
+    """Whether the gpuckpt that took hold of *process* has ended, and only a driver call of its is still under way."""
+    try:
+        ended = claims.left_behind(f"/proc/{process.pid}")
+    except OSError:
+        return False
+    if ended is None:  # in a pid namespace the kernel does not tell of a holder that has ended
+        return record is not None and record.controller is not None and not processes.is_same(record.controller)
+    return ended
+
+
+def _word(
+    state: State, stopped: bool, busy: bool, left: bool, record: Record | None, member: Member | None, has_context: bool
+) -> tuple[str, str]:
     if member is not None and member.lost:
         return "lost", member.lost
     if busy:
         if record is not None and member is not None and member.waiting:
             return "in-flight", member.waiting
+        if left:
+            middle = (
+                f", left in the middle ({record.status}): then gpuckpt recover" if record and record.status is not Status.SUSPENDED else ""
+            )
+            return "in-flight", f"a driver call of a gpuckpt that has ended is still under way{middle}"
         return (str(record.status) if record and record.status is not Status.SUSPENDED else "in-flight"), "another gpuckpt is at work on it"
     if stopped:
         if record is not None and record.status is Status.SUSPENDED and not has_context:

@@ -245,6 +245,24 @@ def test_kill_9_with_a_part_of_the_group_down(machine: Machine) -> None:
     assert two.unharmed()
 
 
+def test_a_caller_that_is_left_is_not_called_another_gpuckpt(machine: Machine) -> None:
+    target = machine.target()
+    machine.world.add_fault("checkpoint", hang=True)
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: machine.faults_left() == 0, "the checkpoint hangs")
+    suspend.signal(9)
+    suspend.end()
+    for look in ("status", "ps"):
+        (row,) = machine.gpuckpt(look).document["processes"]
+        assert row["state"] == "in-flight"
+        assert "a gpuckpt that has ended" in row["note"]
+        assert "left in the middle (suspending)" in row["note"]
+        assert "gpuckpt recover" in row["note"]
+    machine.kill_callers()
+    assert machine.gpuckpt("recover").states == {target.pid: "running"}
+    assert target.unharmed()
+
+
 @pytest.mark.parametrize("then", ["recover", "resume"])
 def test_kill_9_while_it_restores(machine: Machine, then: str) -> None:
     target = machine.target("--gib", "2")
