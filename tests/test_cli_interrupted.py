@@ -112,6 +112,8 @@ def test_the_second_ctrl_c_leaves_it(machine: Machine) -> None:
     result = suspend.end()
     assert (result.code, result.error["code"], result.states) == (3, "in-flight", {target.pid: "in-flight"})
     assert "gpuckpt recover" in result.error["hint"]
+    assert "when it was interrupted a second time" in result.error["message"]
+    assert "deadline" not in result.error["message"]
     assert target.under_way(Call.CHECKPOINT), "it did not wait for the driver"
     (row,) = machine.gpuckpt("status", target.pid).document["processes"]
     assert (row["state"], row["note"].split(" by ")[0]) == ("in-flight", "checkpoint")
@@ -143,6 +145,7 @@ def test_stopped_while_it_is_locked(machine: Machine) -> None:
     assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "lock")
     assert result.states == {target.pid: "in-flight"}
     assert f"kill -CONT {target.pid}" in result.error["hint"]
+    assert "by the deadline" in result.error["message"]
     for look in ("ps", "status"):
         (row,) = machine.gpuckpt(look).document["processes"]
         assert row["state"] == "in-flight"
