@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gpuckpt.supervisor.lease import Lease
     from gpuckpt.walk import Progress
 
-__all__ = ["lease", "recover", "resume", "status", "suspend"]
+__all__ = ["is_suspended", "lease", "recover", "resume", "status", "suspend"]
 
 
 def lease(*gpus: int | str, timeout_s: float = 300.0) -> Lease:
@@ -59,6 +59,7 @@ def suspend(
     nodes: int | None = None,
     node_rank: int | None = None,
     rendezvous_key: str | None = None,
+    dry_run: bool = False,
     tell: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Move everything that the groups of *pids* hold on their GPUs to host memory.
@@ -87,6 +88,8 @@ def suspend(
     rendezvous, nodes, node_rank, rendezvous_key
         One operation with the same call on other hosts: ``c10d://HOST:PORT/NAME`` or ``file:///SHARED/DIRECTORY/NAME``, on how many
         hosts, which of them this is (by default a free place), and the file with the key that all of them have.
+    dry_run
+        Nothing is touched: ``details["plan"]`` of the report has what would be done, and under "refused" why it would not.
     tell
         Called with a :class:`gpuckpt.walk.Progress` while driver calls run.
 
@@ -104,16 +107,20 @@ def suspend(
     from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
+    from gpuckpt.preview import Preview
     from gpuckpt.rendezvous.choice import Choice
 
     asked.check("suspend", pids, along=along, accept_loss=accept_loss, method=method, oom_score_adj=oom_score_adj, timeout_s=timeout_s)
     hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
+    hosts.check(dry_run=dry_run)
     with (
         LocalWorld() as world,
         world.interruptible(restore=True),
         hosts.barrier(world, "suspend", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
     ):
-        operation = Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell, barrier=barrier)
+        operation = (Preview if dry_run else Operation)(
+            world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell, barrier=barrier
+        )
         return operation.suspend(pids, tree=tree, along=along, by=method, keep_in=keep_in, oom_score_adj=oom_score_adj)
 
 
@@ -128,6 +135,7 @@ def resume(
     nodes: int | None = None,
     node_rank: int | None = None,
     rendezvous_key: str | None = None,
+    dry_run: bool = False,
     tell: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Put the groups of *pids* back on their GPUs, at the same addresses, and let them go on.
@@ -135,6 +143,7 @@ def resume(
     Restore is called only when every GPU has room for what it gets; *wait_s* waits for that. *gpus* maps old to new GPU UUIDs,
     *to_gpu* names the new GPU of a group that was on one. Without *tree* only the processes named, refused where they were suspended
     together with others. *rendezvous* and what follows it are as for :func:`suspend`: a group of several hosts comes back on all of them.
+    With *dry_run* nothing is touched: ``details["plan"]`` says what would be done.
 
     Raises
     ------
@@ -146,21 +155,29 @@ def resume(
     from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
+    from gpuckpt.preview import Preview
     from gpuckpt.rendezvous.choice import Choice
 
     asked.check("resume", pids, timeout_s=timeout_s, wait_s=wait_s)
     hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
+    hosts.check(dry_run=dry_run)
     with (
         LocalWorld(command="resume") as world,
         world.interruptible(restore=True),
         hosts.barrier(world, "resume", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
     ):
-        operation = Operation(world, "resume", timeout_s=timeout_s, tell=tell, barrier=barrier)
+        operation = (Preview if dry_run else Operation)(world, "resume", timeout_s=timeout_s, tell=tell, barrier=barrier)
         return operation.resume(pids, tree=tree, wished=gpus, to_gpu=to_gpu, wait_s=wait_s)
 
 
 def status(*pids: int) -> Overview:
-    """Every process on the GPUs or suspended; with *pids*, those that these stand for."""
+    """Every process on the GPUs or suspended; with *pids*, those that these stand for.
+
+    Raises
+    ------
+    gpuckpt.errors.NoSuchProcess, gpuckpt.errors.NoCudaState
+        None of *pids* stands for anything.
+    """
     from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.overview import overview
@@ -168,6 +185,11 @@ def status(*pids: int) -> Overview:
     asked.check("status", pids or None)
     with LocalWorld(command="status") as world:
         return overview(world, pids)
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether all that *pid* stands for is suspended. Raises as :func:`status` does where there is no such process."""
+    return status(pid).suspended
 
 
 def recover(*, timeout_s: float | None = None) -> list[Report]:

@@ -40,6 +40,12 @@ class Overview:
     rows: tuple[Row, ...]
     warnings: tuple[str, ...] = ()
 
+    @property
+    def suspended(self) -> bool:
+        """Whether it names a process that is suspended, and none that runs. Those taken along stand still, and keep their memory."""
+        states = {r.state for r in self.rows} - {"gone", HELD}
+        return bool(states) and states <= {"suspended", BY_POOL}
+
 
 def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     """All CUDA processes of the machine; with *targets*, those that these pids stand for.

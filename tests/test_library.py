@@ -69,3 +69,21 @@ def test_the_same_words_as_the_command_line(machine: Machine) -> None:
         with pytest.raises(errors.Usage) as refused:
             gpuckpt.suspend(4242, **given)
         assert refused.value.message.split(": ", 1)[1] in typed
+
+
+def test_a_plan_and_what_came_of_it(here: Machine) -> None:
+    target = here.target()
+    options: dict[str, Any] = {"tree": False, "accept_loss": ["possible-import"]}  # our own other children may be related
+    planned = gpuckpt.suspend(target.pid, dry_run=True, **options)
+    assert planned.details["plan"] == {**here.gpuckpt("suspend", "--dry-run", target.pid).document["plan"]}
+    assert here.records() == []
+    assert not gpuckpt.is_suspended(target.pid)
+    gpuckpt.suspend(target.pid, **options)
+    assert gpuckpt.is_suspended(target.pid)
+    assert gpuckpt.suspend(target.pid, dry_run=True, **options).already
+    assert [s["name"] for s in gpuckpt.resume(target.pid, dry_run=True).details["plan"]["steps"]] == ["restore", "unlock"]
+    assert gpuckpt.is_suspended(target.pid)
+    gpuckpt.resume(target.pid)
+    assert target.unharmed()
+    with pytest.raises(errors.Usage):
+        gpuckpt.suspend(target.pid, dry_run=True, rendezvous="file:///nowhere/job", nodes=2)
