@@ -5,7 +5,8 @@
 >>> gpuckpt.resume(4242)                       # doctest: +SKIP
 
 Each call returns a :class:`gpuckpt.model.Report`, or raises a :class:`gpuckpt.errors.GpuckptError` whose ``report``
-(if the operation had begun to act) tells how every process was left.
+(if the operation had begun to act) tells how every process was left. An argument that makes no sense is a
+:class:`gpuckpt.errors.Usage`: nothing was looked at, and nothing touched.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from gpuckpt.supervisor.lease import Lease
     from gpuckpt.walk import Progress
 
-__all__ = ["lease", "recover", "resume", "status", "suspend"]
+__all__ = ["is_suspended", "lease", "recover", "resume", "status", "suspend"]
 
 
 def lease(*gpus: int | str, timeout_s: float = 300.0) -> Lease:
@@ -38,8 +39,10 @@ def lease(*gpus: int | str, timeout_s: float = 300.0) -> Lease:
     gpuckpt.errors.GpuckptError
         A run refused.
     """
+    from gpuckpt import asked
     from gpuckpt.supervisor.lease import Lease, uuids
 
+    asked.check("lease", timeout_s=timeout_s)
     return Lease(uuids(gpus), within_s=timeout_s)
 
 
@@ -56,6 +59,7 @@ def suspend(
     nodes: int | None = None,
     node_rank: int | None = None,
     rendezvous_key: str | None = None,
+    dry_run: bool = False,
     tell: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Move everything that the groups of *pids* hold on their GPUs to host memory.
@@ -84,6 +88,8 @@ def suspend(
     rendezvous, nodes, node_rank, rendezvous_key
         One operation with the same call on other hosts: ``c10d://HOST:PORT/NAME`` or ``file:///SHARED/DIRECTORY/NAME``, on how many
         hosts, which of them this is (by default a free place), and the file with the key that all of them have.
+    dry_run
+        Nothing is touched: ``details["plan"]`` of the report has what would be done, and under "refused" why it would not.
     tell
         Called with a :class:`gpuckpt.walk.Progress` while driver calls run.
 
@@ -98,17 +104,23 @@ def suspend(
     gpuckpt.errors.GpuckptError
         With ``exit_code`` 3: the report names each process that is not as it was found.
     """
+    from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
+    from gpuckpt.preview import Preview
     from gpuckpt.rendezvous.choice import Choice
 
+    asked.check("suspend", pids, along=along, accept_loss=accept_loss, method=method, oom_score_adj=oom_score_adj, timeout_s=timeout_s)
     hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
+    hosts.check(dry_run=dry_run)
     with (
         LocalWorld() as world,
         world.interruptible(restore=True),
         hosts.barrier(world, "suspend", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
     ):
-        operation = Operation(world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell, barrier=barrier)
+        operation = (Preview if dry_run else Operation)(
+            world, "suspend", timeout_s=timeout_s, accept=frozenset(accept_loss), tell=tell, barrier=barrier
+        )
         return operation.suspend(pids, tree=tree, along=along, by=method, keep_in=keep_in, oom_score_adj=oom_score_adj)
 
 
@@ -123,6 +135,7 @@ def resume(
     nodes: int | None = None,
     node_rank: int | None = None,
     rendezvous_key: str | None = None,
+    dry_run: bool = False,
     tell: Callable[[Progress], None] | None = None,
 ) -> Report:
     """Put the groups of *pids* back on their GPUs, at the same addresses, and let them go on.
@@ -130,6 +143,7 @@ def resume(
     Restore is called only when every GPU has room for what it gets; *wait_s* waits for that. *gpus* maps old to new GPU UUIDs,
     *to_gpu* names the new GPU of a group that was on one. Without *tree* only the processes named, refused where they were suspended
     together with others. *rendezvous* and what follows it are as for :func:`suspend`: a group of several hosts comes back on all of them.
+    With *dry_run* nothing is touched: ``details["plan"]`` says what would be done.
 
     Raises
     ------
@@ -138,35 +152,53 @@ def resume(
     gpuckpt.errors.Lost
         The driver could not restore a process; the report says which.
     """
+    from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
+    from gpuckpt.preview import Preview
     from gpuckpt.rendezvous.choice import Choice
 
+    asked.check("resume", pids, timeout_s=timeout_s, wait_s=wait_s)
     hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
+    hosts.check(dry_run=dry_run)
     with (
         LocalWorld(command="resume") as world,
         world.interruptible(restore=True),
         hosts.barrier(world, "resume", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
     ):
-        operation = Operation(world, "resume", timeout_s=timeout_s, tell=tell, barrier=barrier)
+        operation = (Preview if dry_run else Operation)(world, "resume", timeout_s=timeout_s, tell=tell, barrier=barrier)
         return operation.resume(pids, tree=tree, wished=gpus, to_gpu=to_gpu, wait_s=wait_s)
 
 
 def status(*pids: int) -> Overview:
-    """Every process on the GPUs or suspended; with *pids*, those that these stand for."""
+    """Every process on the GPUs or suspended; with *pids*, those that these stand for.
+
+    Raises
+    ------
+    gpuckpt.errors.NoSuchProcess, gpuckpt.errors.NoCudaState
+        None of *pids* stands for anything.
+    """
+    from gpuckpt import asked
     from gpuckpt.local import LocalWorld
     from gpuckpt.overview import overview
 
-    with LocalWorld() as world:
+    asked.check("status", pids or None)
+    with LocalWorld(command="status") as world:
         return overview(world, pids)
+
+
+def is_suspended(pid: int) -> bool:
+    """Whether all that *pid* stands for is suspended. Raises as :func:`status` does where there is no such process."""
+    return status(pid).suspended
 
 
 def recover(*, timeout_s: float | None = None) -> list[Report]:
     """Finish or undo every operation that a crash left in the middle; one report for each, with ``error`` set where that failed."""
-    from gpuckpt import keeping
+    from gpuckpt import asked, keeping
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
 
+    asked.check("recover", timeout_s=timeout_s)
     with LocalWorld() as world, world.interruptible(restore=True):
         world.void()
         keeping.sweep(world.journal.records())

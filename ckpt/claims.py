@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpuckpt.inspect import processes
+
 
 @dataclass(slots=True)
 class FileClaim:
@@ -52,6 +54,16 @@ def taken(path: str) -> bool:
         return not _locked(fd, fcntl.LOCK_SH)
     finally:
         os.close(fd)
+
+
+def left_behind(path: str) -> bool | None:
+    """Whether who took *path* has ended, and a caller of its holds on; None if nobody is seen here to have taken it."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        taker = holder(fd)
+    finally:
+        os.close(fd)
+    return None if taker is None else processes.read(taker) is None
 
 
 def holder(fd: int) -> int | None:

@@ -117,13 +117,7 @@ class Operation(Reporting):
             if record is None:
                 if not self.join(inventory, targets[0], already=True, part=self.part_in(()), nbytes=0):
                     self.agree(END)  # other hosts have something to do: they need our votes
-                here = {g.uuid for p in inventory.processes for g in p.gpus}
-                if not {*(wished or {}).values(), to_gpu} - {""} <= here:
-                    raise errors.Usage(
-                        f"pid {targets[0]} is running: a process changes its GPU only while it is suspended",
-                        hint=f"gpuckpt suspend {targets[0]}, then resume it with --gpu",
-                        pid=targets[0],
-                    )
+                room.refuse_running(targets[0], inventory, wished or {}, to_gpu)
                 return self._already(inventory)
             part = self.part_in(record.found)
             self.record = record
@@ -137,8 +131,6 @@ class Operation(Reporting):
             if done and self.barrier.several:
                 return self._settle([], dict.fromkeys(self.record.found, State.RUNNING))
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
-            if gpu_map and State.CHECKPOINTED not in self.now.values():
-                raise errors.Usage("a process changes its GPU only where the driver has suspended it: these are suspended by their pool")
             if any(self.needs_room(p, State.RUNNING) for p in self.now):
                 self.check_interruption()
                 room.claim(self, gpu_map, until=self.world.now() + wait_s)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from gpuckpt import claims, errors
+from gpuckpt import claims, errors, refusals
 from gpuckpt.inspect import processes
-from gpuckpt.journal import Member, Record, no_process, void_words
+from gpuckpt.journal import Member, Record, void_words
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
 from gpuckpt.words import BY_POOL, HELD
@@ -39,11 +40,18 @@ class Overview:
     rows: tuple[Row, ...]
     warnings: tuple[str, ...] = ()
 
+    @property
+    def suspended(self) -> bool:
+        """Whether it names a process that is suspended, and none that runs. Those taken along stand still, and keep their memory."""
+        states = {r.state for r in self.rows} - {"gone", HELD}
+        return bool(states) and states <= {"suspended", BY_POOL}
+
 
 def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
     """All CUDA processes of the machine; with *targets*, those that these pids stand for.
 
-    Raises ``NoSuchProcess`` for a target that neither lives nor is in the journal, ``NoCudaState`` if nothing of it holds GPU memory.
+    Raises ``NoSuchProcess`` for a target that neither lives nor is in the journal, ``NotAProcess`` for a thread, ``NoCudaState`` if nothing
+    of it holds GPU memory.
     """
     procs = processes.table()  # first: NVML may still be on its way
     void = world.void()
@@ -68,7 +76,8 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
             state in (State.RUNNING, State.DENIED, State.BLOCKED) and pid not in contexts and not member
         ):
             continue
-        word, note = _word(state, proc.stopped, proc.id in busy, record, member, pid in contexts)
+        left = proc.id in busy and _left_behind(proc.id, record)
+        word, note = _word(state, proc.stopped, proc.id in busy, left, record, member, pid in contexts)
         if record is not None and record.membership is not None:
             note = "; ".join(n for n in (note, _with_others(record.membership)) if n)
         nbytes = world.image_bytes(proc.id) if word == "suspended" else 0
@@ -97,7 +106,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
             if pid not in loaded and pid != world.me.pid
         ]
     elif not rows:
-        _explain(targets, procs, void)
+        _explain(targets, procs, void, world.command)
     return Overview(gpus, tuple(rows), tuple(warnings))
 
 
@@ -116,12 +125,30 @@ def _stands_for(targets: Sequence[int], record: Record, procs: dict[int, process
     return any(m.id.pid in targets and (m.id.pid not in procs or procs[m.id.pid].id == m.id) for m in record.members)
 
 
-def _word(state: State, stopped: bool, busy: bool, record: Record | None, member: Member | None, has_context: bool) -> tuple[str, str]:
+def _left_behind(process: ProcessId, record: Record | None) -> bool:
+    """Whether the gpuckpt that took hold of *process* has ended, and only a driver call of its is still under way."""
+    try:
+        ended = claims.left_behind(f"/proc/{process.pid}")
+    except OSError:
+        return False
+    if ended is None:  # in a pid namespace the kernel does not tell of a holder that has ended
+        return record is not None and record.controller is not None and not processes.is_same(record.controller)
+    return ended
+
+
+def _word(
+    state: State, stopped: bool, busy: bool, left: bool, record: Record | None, member: Member | None, has_context: bool
+) -> tuple[str, str]:
     if member is not None and member.lost:
         return "lost", member.lost
     if busy:
         if record is not None and member is not None and member.waiting:
             return "in-flight", member.waiting
+        if left:
+            middle = (
+                f", left in the middle ({record.status}): then gpuckpt recover" if record and record.status is not Status.SUSPENDED else ""
+            )
+            return "in-flight", f"a driver call of a gpuckpt that has ended is still under way{middle}"
         return (str(record.status) if record and record.status is not Status.SUSPENDED else "in-flight"), "another gpuckpt is at work on it"
     if stopped:
         if record is not None and record.status is Status.SUSPENDED and not has_context:
@@ -175,10 +202,10 @@ def _stranger(pid: int, here: bool) -> tuple[str, str, str]:
     return "not visible from here (container?)", "?", "foreign"
 
 
-def _explain(targets: Sequence[int], procs: dict[int, processes.Proc], void: Sequence[Record]) -> None:
+def _explain(targets: Sequence[int], procs: dict[int, processes.Proc], void: Sequence[Record], command: str) -> NoReturn:
     missing = [t for t in targets if t not in procs]
     if missing:
-        raise errors.NoSuchProcess(no_process(missing[0], void), hint="gpuckpt ps lists what there is", pid=missing[0])
+        refusals.explain_missing(missing[0], command, void)
     raise errors.NoCudaState(
         f"neither pid {targets[0]} ({processes.command(targets[0])}) nor any process that belongs to it holds GPU memory",
         hint="gpuckpt ps lists the processes on the GPUs",

@@ -31,12 +31,13 @@ class Preview(Group):
         self.set_deadline(sum(p.nbytes for p in inventory.processes))
         now = {p.id: p.state for p in inventory.processes}
         down = method.suspended(self, inventory)
+        already = len(down) == len(now) and not self.left_in_the_middle(inventory)
         try:
-            if len(down) == len(now):
+            if already:
                 method.refuse_on_top(self, inventory, keep_in)
             else:
+                self.refuse(inventory)
                 method.refuse(self, inventory, keep_in)
-            self.refuse(inventory)
             keeping.refuse(self, keep_in, [p for p in inventory.processes if not p.along])
             refused = None
         except GpuckptError as e:
@@ -51,6 +52,7 @@ class Preview(Group):
         return self._previewed(
             plan.phases(now, goal, agents, movable) if not refused or by != "pool" else (),
             as_found(inventory, down),
+            already=already and keep_in == keeping.RAM and not refused,
             refused=refused,
             movable={str(p.pid): dataclasses.asdict(p.movable) for p in inventory.processes if p.movable},
             timeout_seconds=self.deadline - self._begun,
@@ -71,7 +73,8 @@ class Preview(Group):
         """What a resume would do, and whether there is room for it now. Touches nothing."""
         record, inventory = self.group_to_resume(targets, tree)
         if record is None:
-            return self._previewed((), as_found(inventory), refused=None, gpu_bytes_needed={}, gpu_bytes_free={}, gpu_map={})
+            room.refuse_running(targets[0], inventory, wished or {}, to_gpu)
+            return self._previewed((), as_found(inventory), already=True, refused=None, gpu_bytes_needed={}, gpu_bytes_free={}, gpu_map={})
         self.record = record
         self.look()
         gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
@@ -98,7 +101,9 @@ class Preview(Group):
             gpu_map=gpu_map,
         )
 
-    def _previewed(self, phases: Sequence[plan.Phase], rows: Sequence[ProcessReport], **more: object) -> Report:
+    def _previewed(self, phases: Sequence[plan.Phase], rows: Sequence[ProcessReport], *, already: bool = False, **more: object) -> Report:
         steps = [{"name": str(p.call), "pids": [i.pid for i in p.processes]} for p in phases]
         way = {"method": self.taken} if self.taken else {}
-        return self.report(rows, details={"dry_run": True, "plan": {"steps": steps, **more}, **way})
+        if already:
+            self.hazards = ()  # they are of a suspend, and there would be none
+        return self.report(rows, already=already, details={"dry_run": True, "plan": {"steps": steps, **more}, **way})

@@ -39,6 +39,11 @@ def check_target(pid: int, me: int, command: str, procs: dict[int, Proc], void: 
         if procs[pid].kernel:
             raise errors.NotAProcess(f"pid {pid} is a kernel thread", hint="gpuckpt ps lists what can be suspended", pid=pid)
         return
+    explain_missing(pid, command, void)
+
+
+def explain_missing(pid: int, command: str, void: Sequence[Record]) -> NoReturn:
+    """Raise for a *pid* that no process has: a thread has it, or nobody."""
     group = processes.thread_group(pid)
     if group is not None and group != pid:
         raise errors.NotAProcess(

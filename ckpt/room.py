@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 
 from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
-from gpuckpt.model import Gpu, GpuBytes, ProcessId, State, Status
+from gpuckpt.model import Gpu, GpuBytes, Inventory, ProcessId, State, Status
 from gpuckpt.walk import Walk
 from gpuckpt.words import duration, size
 
@@ -34,7 +34,19 @@ def gpu_map_for(walk: Walk, wished: Mapping[str, str], to_gpu: str) -> dict[str,
             raise errors.GpuChanged(
                 f"{new} is a {names.get(new)}, {old} was a {names.get(old)}: the driver restores only onto the same chip", gpu=new
             )
+    if full and State.CHECKPOINTED not in walk.now.values():
+        raise errors.Usage("a process changes its GPU only where the driver has suspended it: these are suspended by their pool")
     return full
+
+
+def refuse_running(pid: int, inventory: Inventory, wished: Mapping[str, str], to_gpu: str) -> None:
+    """Raise if *pid*, whose group *inventory* runs, is wished onto a GPU on which the group is not."""
+    if not {*wished.values(), to_gpu} - {""} <= {g.uuid for p in inventory.processes for g in p.gpus}:
+        raise errors.Usage(
+            f"pid {pid} is running: a process changes its GPU only while it is suspended",
+            hint=f"gpuckpt suspend {pid}, then resume it with --gpu",
+            pid=pid,
+        )
 
 
 def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:

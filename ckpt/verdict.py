@@ -10,12 +10,13 @@ from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Call, Outcome, ProcessId, State
 
 
-def left_in_flight(who: str, call: Call, process: ProcessId, caller_pid: int, *, stopped: bool) -> GpuckptError:
-    """A driver's *call* that had not returned by the deadline."""
+def left_in_flight(who: str, call: Call, process: ProcessId, caller_pid: int, *, stopped: bool, interrupted: bool) -> GpuckptError:
+    """A driver's *call* that had not returned by the deadline, or when somebody would not wait for it (*interrupted*)."""
+    until = "when it was interrupted a second time" if interrupted else "by the deadline"
     then = "it unlocks itself when the driver grants it" if call is Call.LOCK else f"the driver goes on with the {call}"
     first = f"pid {process} is stopped: kill -CONT {process}, then " if stopped else "when it has ended, "
     return errors.InFlight(
-        f"{call} of {who} has not returned by the deadline; its caller (pid {caller_pid}) was left to itself: {then}",
+        f"{call} of {who} had not returned {until}; its caller (pid {caller_pid}) was left to itself: {then}",
         hint=f"{first}gpuckpt recover",
         pid=process.pid,
         step=call,

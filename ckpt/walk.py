@@ -276,7 +276,8 @@ class Walk:
         if call in plan.AGENT_CALLS:
             gone = [p for p, state in self.now.items() if state is State.GONE]
             return Failure(process, self._with_stopped(verdict.agent_in_flight(who, call, process, gone)))
-        return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, stopped=self.world.stopped(process)))
+        stopped, interrupted = self.world.stopped(process), len(self.world.interruptions) >= 2
+        return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, stopped=stopped, interrupted=interrupted))
 
     def _waits(self, process: ProcessId, what: str) -> None:
         self.now[process] = State.BLOCKED

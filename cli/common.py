@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,8 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from gpuckpt import errors
+from gpuckpt import asked, errors
+from gpuckpt.cli import streams
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
 
@@ -56,8 +56,8 @@ class Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # gene
             seconds = float(text[: len(text) - len(unit)]) * (UNITS[unit] if unit else 1.0)
         except ValueError:
             self.fail(f"{value!r} is not a duration: write 30s, 2m or 500ms", param, ctx)
-        if not 0 < seconds < 1e9:
-            self.fail(f"{value!r}: a duration is greater than 0 and finite", param, ctx)
+        if not asked.is_duration(seconds):
+            self.fail(f"{value!r}: {asked.NO_DURATION}", param, ctx)
         return seconds
 
 
@@ -206,9 +206,5 @@ def warn(text: str) -> None:
 
 def finish(code: int) -> NoReturn:
     """Exit at once. What Python and the driver's libraries do at an orderly exit takes 20 ms and serves nobody here."""
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BrokenPipeError:
-        code = code or 1
+    streams.settle()
     os._exit(code)

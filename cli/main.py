@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from gpuckpt.cli import streams
 from gpuckpt.errors import GpuckptError, Interrupted, Usage
 
 #: command -> (module, one line for the list of commands)
@@ -43,6 +44,14 @@ Examples:
 
 class Lazy(click.Group):
     """A group that knows its commands by name and imports one when it is used."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run. What the caller hears is what was done, also where nothing can be printed."""
+        streams.secure()
+        try:
+            return super().main(*args, **kwargs)
+        finally:
+            streams.settle()
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from gpuckpt.cli.common import Duration, execute, fail, finish, json_option, look_timeout_option, print_json, warn, within
+from gpuckpt.cli.streams import unwritten
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Gpu, Report
 from gpuckpt.words import BY_POOL, HELD, duration, size
@@ -62,7 +63,7 @@ def as_report(command: str, pids: tuple[int, ...], timeout_s: float, as_json: bo
     from gpuckpt.overview import overview
 
     begun = time.monotonic()
-    with LocalWorld(start=start) as world, within(timeout_s, command, as_json):
+    with LocalWorld(command=command, start=start) as world, within(timeout_s, command, as_json):
         seen = overview(world, pids)
         simulated = world.simulated
     return Report(
@@ -171,6 +172,8 @@ def _watch(interval_s: float, timeout_s: float, as_json: bool) -> NoReturn:
                     else:
                         show(report)
                 sys.stdout.flush()
+                if unwritten():
+                    finish(0)  # nobody is there to watch
                 time.sleep(interval_s)
     except KeyboardInterrupt:
         finish(128 + signal.SIGINT)

@@ -11,7 +11,7 @@ from gpuckpt.cli.common import ask_run, execute, fail, finish, is_run, json_opti
 from gpuckpt.cli.ps import as_report
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
-from gpuckpt.words import BY_POOL, HELD, duration, size
+from gpuckpt.words import duration, size
 
 
 @click.command()
@@ -69,8 +69,7 @@ def is_suspended(target: str, timeout_s: float, as_json: bool) -> None:
             suspended = report.details["run"]["state"] == "suspended"
         else:
             report = as_report("is-suspended", tuple(pids([target])), timeout_s, as_json)
-            rows = [r for r in report.details["_overview"].rows if r.state not in ("gone", HELD)]
-            suspended = bool(rows) and all(r.state in ("suspended", BY_POOL) for r in rows)
+            suspended = report.details["_overview"].suspended
     except GpuckptError as e:
         fail("is-suspended", as_json, e)
     if as_json:

@@ -151,6 +151,9 @@ def show(report: Report) -> None:
 
 def show_plan(report: Report) -> None:
     """The plan for people."""
+    if report.already:
+        show(report)
+        return
     plan = report.details["plan"]
     for step in plan["steps"]:
         click.echo(f"{step['name']:<11} {' '.join(map(str, step['pids']))}")

@@ -112,6 +112,8 @@ def test_the_second_ctrl_c_leaves_it(machine: Machine) -> None:
     result = suspend.end()
     assert (result.code, result.error["code"], result.states) == (3, "in-flight", {target.pid: "in-flight"})
     assert "gpuckpt recover" in result.error["hint"]
+    assert "when it was interrupted a second time" in result.error["message"]
+    assert "deadline" not in result.error["message"]
     assert target.under_way(Call.CHECKPOINT), "it did not wait for the driver"
     (row,) = machine.gpuckpt("status", target.pid).document["processes"]
     assert (row["state"], row["note"].split(" by ")[0]) == ("in-flight", "checkpoint")
@@ -143,6 +145,7 @@ def test_stopped_while_it_is_locked(machine: Machine) -> None:
     assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "lock")
     assert result.states == {target.pid: "in-flight"}
     assert f"kill -CONT {target.pid}" in result.error["hint"]
+    assert "by the deadline" in result.error["message"]
     for look in ("ps", "status"):
         (row,) = machine.gpuckpt(look).document["processes"]
         assert row["state"] == "in-flight"
@@ -243,6 +246,24 @@ def test_kill_9_with_a_part_of_the_group_down(machine: Machine) -> None:
     assert (result.code, result.states) == (0, {one.pid: "running", two.pid: "running"})
     assert one.unharmed()
     assert two.unharmed()
+
+
+def test_a_caller_that_is_left_is_not_called_another_gpuckpt(machine: Machine) -> None:
+    target = machine.target()
+    machine.world.add_fault("checkpoint", hang=True)
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: machine.faults_left() == 0, "the checkpoint hangs")
+    suspend.signal(9)
+    suspend.end()
+    for look in ("status", "ps"):
+        (row,) = machine.gpuckpt(look).document["processes"]
+        assert row["state"] == "in-flight"
+        assert "a gpuckpt that has ended" in row["note"]
+        assert "left in the middle (suspending)" in row["note"]
+        assert "gpuckpt recover" in row["note"]
+    machine.kill_callers()
+    assert machine.gpuckpt("recover").states == {target.pid: "running"}
+    assert target.unharmed()
 
 
 @pytest.mark.parametrize("then", ["recover", "resume"])

@@ -39,8 +39,11 @@ def test_already_running(machine: Machine) -> None:
     result = machine.gpuckpt("resume", target.pid)
     assert (result.code, result.document["already"], result.states) == (0, True, {target.pid: "running"})
     dry = machine.gpuckpt("resume", "--dry-run", target.pid)
-    assert (dry.code, dry.document["plan"]["steps"]) == (0, [])
-    assert machine.gpuckpt("resume", "--dry-run", target.pid, json=False).code == 0
+    assert (dry.code, dry.document["already"], dry.states, dry.document["plan"]["steps"]) == (0, True, result.states, [])
+    assert machine.gpuckpt("resume", "--dry-run", target.pid, json=False).stdout.startswith(f"already running: pid {target.pid}")
+    wished = [machine.gpuckpt("resume", target.pid, "--gpu", "zzz", *dry) for dry in ((), ("--dry-run",))]
+    assert [r.code for r in wished] == [2, 2]
+    assert wished[0].error == wished[1].error
 
 
 def test_no_room_names_the_holder_and_keeps_the_process(machine: Machine) -> None:

@@ -78,6 +78,18 @@ def test_dry_run_touches_nothing(machine2: Machine) -> None:
     assert "host memory needed 8.2 GiB, there is 256.0 GiB by MemAvailable" in words
 
 
+def test_dry_run_of_what_is_suspended(machine: Machine) -> None:
+    """As the suspend itself: it would do nothing, whatever could be said against it."""
+    parent = machine.target("--spawn", "1")
+    machine.gpuckpt("suspend", parent.pid, "--accept-loss", "possible-import")
+    real, dry = machine.gpuckpt("suspend", parent.pid), machine.gpuckpt("suspend", "--dry-run", parent.pid)
+    assert (dry.code, dry.document["already"], dry.states, dry.document["hazards"]) == (0, True, real.states, real.document["hazards"])
+    assert (dry.document["dry_run"], dry.document["plan"]["steps"], dry.document["plan"]["refused"]) == (True, [], None)
+    words = machine.gpuckpt("suspend", "--dry-run", parent.pid, json=False).stdout
+    assert words == machine.gpuckpt("suspend", parent.pid, json=False).stdout
+    assert words.startswith(f"already suspended: pid {parent.pid}")
+
+
 def test_dry_run_says_why_not(machine: Machine) -> None:
     parent = machine.target("--spawn", "1")
     result = machine.gpuckpt("suspend", "--dry-run", parent.pid)

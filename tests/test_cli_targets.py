@@ -72,7 +72,7 @@ def test_a_negative_pid(machine: Machine) -> None:
     assert (result.code, result.error["code"]) == (2, "usage")
 
 
-@pytest.mark.parametrize("command", ["suspend", "resume"])
+@pytest.mark.parametrize("command", ["suspend", "resume", "status", "is-suspended"])
 def test_a_thread_names_its_process(machine: Machine, idle: subprocess.Popen[str], command: str) -> None:
     assert idle.stdout is not None
     thread = int(idle.stdout.readline())
