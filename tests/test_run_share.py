@@ -204,6 +204,19 @@ def test_a_lease_holds_the_wakes_and_lets_them_back(couple: tuple[Serving, Servi
     assert [c.result().status for c in clients] == [200, 200]
 
 
+def test_a_run_that_holds_no_gpu_is_passed_over(couple: tuple[Serving, Serving]) -> None:
+    _, b = couple
+    words = [COMMAND, "run", "--name", "cpu", "--", "sleep", "100"]
+    with subprocess.Popen(words, env=b.stage.environ, stderr=subprocess.DEVNULL) as cpu:
+        try:
+            eventually(lambda: (b.stage.runtime / "cpu.sock").exists(), "it is there")
+            held = lease(b.stage, "true")
+            assert held.wait(30) == 0
+            assert b.stage.gpuckpt("status", "cpu").document["run"]["state"] == "awake"
+        finally:
+            cpu.terminate()
+
+
 @pytest.mark.parametrize("running", [True, False])
 def test_kill_9_of_a_lease(couple: tuple[Serving, Serving], running: bool) -> None:
     a, b = couple

@@ -9,6 +9,7 @@ answered. So each swap serves what waited, and nobody is swapped out by somebody
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -150,7 +151,8 @@ class Share:
             except TimeoutError:
                 raise errors.Deadline(f"the run {self.name!r} was still starting after {within_s:g} s") from None
         if gpus is not None and not run.holdings.gpu_bytes and run.state is RunState.AWAKE:
-            await run.holdings.look()
+            with contextlib.suppress(errors.NoCudaState):  # it holds nothing on any of them
+                await run.holdings.look()
         known = run.holdings.gpu_bytes
         elsewhere = gpus is not None and not known.keys() & set(gpus) and (bool(known) or run.state is not RunState.SUSPENDED)
         if run.over or run.child.owns(peer.pid) or elsewhere:
