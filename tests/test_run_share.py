@@ -236,6 +236,31 @@ def test_kill_9_of_a_lease(couple: tuple[Serving, Serving], running: bool) -> No
     assert a.facts["held_by"] is None
 
 
+def test_a_run_that_is_adopted_under_a_lease_stays_away(stage: Stage) -> None:
+    """The lease's connection ended with the supervisor; its lock did not."""
+    run = stage.run("--keep-child").awake()
+    held = lease(stage, "cat")
+    eventually(lambda: Path(f"/proc/{held.pid}/comm").read_text() == "cat\n", "the command runs")
+    run.process.kill()
+    run.process.wait()
+    run = stage.run("--keep-child")
+    run.until("suspended")
+    eventually(lambda: run.port, "the gate listens")
+    client = run.begin(id=1)
+    eventually(lambda: run.facts["requests_waiting"], "it waits")
+    assert run.ask("resume")["error"]["code"] == "leased"
+    assert stage.machine.used() == 0
+    run.process.kill()
+    run.process.wait()
+    client.join(20)
+    run = stage.run("--keep-child")
+    run.until("suspended")
+    held.communicate("")
+    run.until("awake")
+    assert run.facts["held_by"] is None
+    assert stage.machine.used() > 0
+
+
 def test_a_lease_waits_for_what_runs_and_gives_up_in_time(couple: tuple[Serving, Serving]) -> None:
     _, b = couple
     only_here(b)

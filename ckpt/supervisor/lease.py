@@ -140,6 +140,13 @@ class Lease:
         self.release()
 
 
+def leased(gpus: Iterable[str]) -> bool:
+    """Whether somebody has a lease of one of *gpus* (UUIDs); of any at all where that is empty, since unknown is not free."""
+    directory = places.runtime_directory()
+    paths = [directory / f"{uuid}.lease" for uuid in gpus] or [p for p in directory.glob("*.lease") if p.stem != "host-memory"]
+    return any(claims.taken(str(path)) for path in paths)
+
+
 def uuids(gpus: Iterable[int | str]) -> list[str]:
     """The UUIDs of GPUs given by index or UUID. Raises :class:`gpuckpt.errors.Usage` for one that is not there."""
     from gpuckpt.early import devices

@@ -20,6 +20,7 @@ from typing import Any
 from gpuckpt import errors, plan
 from gpuckpt.model import Report
 from gpuckpt.supervisor import control, places
+from gpuckpt.supervisor.lease import leased
 from gpuckpt.supervisor.model import RunState
 from gpuckpt.supervisor.state import Run
 from gpuckpt.words import size
@@ -36,6 +37,8 @@ ASK_S = 1.0
 POLL_S = 0.05
 #: After somebody left: the driver shows the room at once, and whoever waits for it looks every 0.2 s.
 SETTLE_S = 0.4
+#: How often an adopted run looks whether the lease that it was found under has ended, in seconds.
+LEASE_POLL_S = 0.2
 #: A run that could not leave is not asked again for so long, in seconds.
 REFUSED_S = 30.0
 
@@ -55,6 +58,7 @@ class Share:
     def __init__(self, run: Run, name: str, sharing: Sharing) -> None:
         self.run, self.name, self.sharing = run, name, sharing
         self._not_before = 0.0  # it is not asked to leave, after it could not
+        self.comes_back = False  # after the lease that holds it: it was awake before
         self._refused: dict[str, float] = {}  # others that could not leave, and until when they are left alone
         if sharing.shares:
             run.turn, run.make_room = self.turn, self.make_room
@@ -161,6 +165,7 @@ class Share:
             raise errors.RunNotReady(f"the run {self.name!r} is pinned to its GPU", hint=f"gpuckpt suspend {self.name}, or stop it")
         was_awake = run.state is not RunState.SUSPENDED
         run.holds[peer] = by
+        self.comes_back |= was_awake
         try:
             await self._suspended_by(until)
         except BaseException:
@@ -187,8 +192,28 @@ class Share:
                 if time.monotonic() >= until:
                     raise
 
+    def adopted(self, comes_back: bool) -> None:
+        """A lease that held the run when its last supervisor died, or began since, holds it still: its connection ended with that one, its
+        lock on the GPUs did not. Then the run comes back if it was awake before."""
+        if leased(self.run.holdings.gpu_bytes):
+            self.comes_back = comes_back
+            self.run.holds[self] = "a lease that began before the run had this supervisor"
+            self.run.stand_by(self._sit_out())
+
+    async def _sit_out(self) -> None:
+        run = self.run
+        await run.until(*set(RunState) - {RunState.STARTING})
+        while leased(run.holdings.gpu_bytes):
+            await asyncio.sleep(LEASE_POLL_S)
+        comes_back = self.comes_back
+        self._let_go(self)
+        if comes_back and run.state is RunState.SUSPENDED and not run.holds:
+            with contextlib.suppress(errors.GpuckptError):  # it is in the log, and who waits is told
+                await run.resume("hold")
+
     def _let_go(self, peer: object) -> None:
         self.run.holds.pop(peer, None)
+        self.comes_back = self.comes_back and bool(self.run.holds)
         if self.run.traffic.waiting and self.run.state is RunState.SUSPENDED:
             self.run.want_awake()
 

@@ -174,9 +174,11 @@ class _Supervised:
         if adopted is not None:
             adopt.recall(self.run.holdings, adopted)
             self.run.find = lambda: adopt.find(child.pid, self.run.holdings, server)
+        self.share = Share(self.run, options.name, options.sharing)
+        if adopted is not None:
+            self.share.adopted(bool(adopted.get("comes_back")))
         self._note(self.run.state)
         self.run.changed.append(self._note)
-        self.share = Share(self.run, options.name, options.sharing)
         self.spill = Spill(self.run, options.policy.move_to)
         self.run.holdings.budget = Budget(
             options.host_budget_bytes, lambda: others(options.name), move=lambda n: moved_to_disk(n, options.name)
@@ -233,7 +235,7 @@ class _Supervised:
         return code
 
     def _note(self, _: RunState) -> None:
-        self._place.note(self.child.pid, command=list(self.options.command), **adopt.noted(self.run.holdings))
+        self._place.note(self.child.pid, command=list(self.options.command), comes_back=self.share.comes_back, **adopt.noted(self.run.holdings))
 
     async def close(self) -> None:
         self.engines.close()
