@@ -355,9 +355,31 @@ def test_whose_turn_it_is_and_who_is_asked_to_leave(monkeypatch: pytest.MonkeyPa
     assert chosen(made(name="full"), new) == ["new"], "one that cannot leave is not asked again at once"
 
 
+def test_a_door_that_closes_for_another_is_soon_open_again() -> None:
+    """Case 10: requests that keep coming end in their turn, and one that takes long stalls nobody beside it."""
+    drains: list[float | None] = []
+
+    async def suspend(_: str, drain_s: float | None = None) -> None:
+        drains.append(drain_s)
+        raise errors.StillServing("1 request was still running")
+
+    now = time.monotonic()
+    traffic = SimpleNamespace(running=1, last_end=now, longest_s=0.1)
+    run: Any = SimpleNamespace(state=RunState.AWAKE, since=now - 99, traffic=traffic, policy=SimpleNamespace(drain_s=30.0), suspend=suspend)
+    one = Share(run, "m", Sharing(shares=True))
+    with pytest.raises(errors.StillServing):
+        asyncio.run(one.give_way(0.1))
+    assert drains == [share.DOOR_S]
+    with pytest.raises(errors.RunNotReady):
+        asyncio.run(one.give_way(0.1))
+    assert len(drains) == 1, "and it stays open for a while"
+    traffic.running, traffic.last_end = 0, now - 10
+    assert one._may_leave(), "but idle it leaves at once"
+
+
 def test_when_a_run_may_leave() -> None:
     now = time.monotonic()
-    traffic = SimpleNamespace(running=0, last_end=now - 10)
+    traffic = SimpleNamespace(running=0, last_end=now - 10, longest_s=0.0)
     run: Any = SimpleNamespace(state=RunState.AWAKE, since=now - 3, traffic=traffic)
     one = Share(run, "m", Sharing(shares=True, least_awake_s=2.0))
     assert one._may_leave(), "idle, and awake for long enough"
@@ -365,6 +387,8 @@ def test_when_a_run_may_leave() -> None:
     assert not one._may_leave(), "busy, and not awake for five times as long"
     run.since = now - 11
     assert one._may_leave()
+    traffic.longest_s = share.DOOR_S
+    assert not one._may_leave(), "a request that takes long is left alone, and so is who comes beside it"
     traffic.running, run.since = 0, now - 1
     assert not one._may_leave(), "idle, and not awake for long enough"
     for sharing in (Sharing(shares=False), Sharing(shares=True, pinned=True)):

@@ -31,6 +31,9 @@ log = logging.getLogger("gpuckpt.run")
 IDLE_MOMENT_S = 0.5
 #: While requests keep coming a run may stay so many times its least time awake before it takes no more and lets the next one in.
 BUSY_TURNS = 5
+#: A run takes no more requests for the sake of another only while none has been running for so long, and for at most so long, in
+#: seconds: those that run are then likely to end at once, and who comes meanwhile is hardly late if they do not.
+DOOR_S = 2.0
 #: How long one question to another run may take, in seconds; it is asked again.
 ANSWER_S = 2.0
 ASK_S = 1.0
@@ -107,7 +110,7 @@ class Share:
         if answer is not None and error is None:
             log.info("%s left the GPU for us", chosen)
             await asyncio.sleep(SETTLE_S)
-        elif error is None or error["code"] != errors.RunNotReady.code:
+        elif error is None or error["code"] not in (errors.RunNotReady.code, errors.StillServing.code):
             log.warning("%s could not leave the GPU: %s", chosen, error["message"] if error else "it does not answer")
             self._refused[chosen] = now + REFUSED_S
 
@@ -128,7 +131,7 @@ class Share:
                 raise errors.RunNotReady(f"the run {self.name!r} is {self.run.state} and has not been so for long enough to leave")
             await asyncio.sleep(POLL_S)
         try:
-            return await self.run.suspend("share")
+            return await self.run.suspend("share", min(DOOR_S, self.run.policy.drain_s))
         except errors.StillServing:
             self._not_before = time.monotonic() + REFUSED_S
             raise
@@ -138,7 +141,9 @@ class Share:
         if run.state is not RunState.AWAKE:
             return run.state in (RunState.DRAINING, RunState.SUSPENDING, RunState.SUSPENDED)
         idle = not run.traffic.running and now - run.traffic.last_end >= IDLE_MOMENT_S
-        return now >= max(run.since + self.sharing.least_awake_s * (1 if idle else BUSY_TURNS), 0.0 if idle else self._not_before)
+        if idle:
+            return now >= run.since + self.sharing.least_awake_s
+        return run.traffic.longest_s < DOOR_S and now >= max(run.since + self.sharing.least_awake_s * BUSY_TURNS, self._not_before)
 
     # As the one that is kept away.
 
