@@ -217,6 +217,22 @@ def test_a_run_that_holds_no_gpu_is_passed_over(couple: tuple[Serving, Serving])
             cpu.terminate()
 
 
+def test_a_run_that_does_not_answer_is_named(couple: tuple[Serving, Serving]) -> None:
+    """It is the second that is stopped, and the first that is late because of it, or not."""
+    a, b = couple
+    only_here(a)
+    os.kill(b.process.pid, signal.SIGSTOP)
+    try:
+        result = a.stage.gpuckpt("lease", "--gpu", "0", "--timeout", "300ms", "--json", "--", "true", json=False)
+    finally:
+        os.kill(b.process.pid, signal.SIGCONT)
+    assert result.code == 125
+    error = json.loads(result.stdout)["error"]
+    assert (error["code"], error["pid"]) == ("deadline", b.process.pid)
+    assert error["hint"] == f"kill -CONT {b.process.pid}"
+    eventually(lambda: not a.facts["held_by"] and not b.facts["held_by"], "neither is held")
+
+
 @pytest.mark.parametrize("running", [True, False])
 def test_kill_9_of_a_lease(couple: tuple[Serving, Serving], running: bool) -> None:
     a, b = couple
@@ -353,6 +369,39 @@ def test_whose_turn_it_is_and_who_is_asked_to_leave(monkeypatch: pytest.MonkeyPa
     assert chosen({**old, "state": "suspended"}, {**new, "gpu_bytes": {"H": 1}}) == []
     assert chosen(made(name="full"), new) == ["full"]
     assert chosen(made(name="full"), new) == ["new"], "one that cannot leave is not asked again at once"
+
+
+def test_a_run_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPUCKPT_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # paths of sockets are short
+    monkeypatch.setattr(share.places, "control_path", lambda name: Path(f"{name}.sock"))
+    monkeypatch.setattr(share, "ANSWER_S", 0.05)
+    answers = False
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        if answers:
+            writer.write(b'{"run": {"shares": true}}\n')
+        await reader.read()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async def body() -> None:
+        nonlocal answers
+        async with await asyncio.start_unix_server(answer, "stopped.sock"):
+            assert await share.others("m") == []
+            monkeypatch.setattr(share, "ANSWER_S", 3600.0)
+            for _ in range(3):
+                assert await asyncio.wait_for(share.others("m"), 20) == []
+            answers = True
+            monkeypatch.setattr(share, "SILENT_ANSWER_S", 20.0)
+            assert await share.others("m") == [{"shares": True}]
+            monkeypatch.setattr(share, "SILENT_ANSWER_S", 0.0)
+            assert await share.others("m") == [{"shares": True}], "it is waited for again"
+            await asyncio.sleep(0.01)  # its last connection ends
+
+    asyncio.run(body())
 
 
 def test_a_door_that_closes_for_another_is_soon_open_again() -> None:

@@ -21,6 +21,8 @@ from gpuckpt.supervisor.operate import report_or_raise
 
 DEFAULT_S = 300.0
 _POLL_S = 0.05
+#: Of a lease that fails: how long a run may take to say that it is there at all, in seconds.
+_ANSWER_S = 1.0
 
 
 class Held:
@@ -114,6 +116,11 @@ class Lease:
         self._held = asked
         try:
             self._held = [h for h in asked if _here(h, until)]
+        except (errors.Deadline, errors.StillServing):
+            for h in asked:  # one that does not answer at all is named rather than one that was late because of it
+                with contextlib.suppress(errors.Usage, errors.RunNotReady):  # it ended meanwhile
+                    control.ask(h.name, "status", timeout_s=_ANSWER_S)
+            raise
         finally:
             for h in asked:
                 if h not in self._held:

@@ -36,6 +36,8 @@ BUSY_TURNS = 5
 DOOR_S = 2.0
 #: How long one question to another run may take, in seconds; it is asked again.
 ANSWER_S = 2.0
+#: And to one that did not answer the last time, until it does: its supervisor is stopped, or gone half-way, and delays nobody again.
+SILENT_ANSWER_S = 0.1
 ASK_S = 1.0
 POLL_S = 0.05
 #: After somebody left: the driver shows the room at once, and whoever waits for it looks every 0.2 s.
@@ -223,6 +225,9 @@ class Share:
             self.run.want_awake()
 
 
+_silent: set[str] = set()  # the runs that did not answer in time when they were asked last
+
+
 async def others(name: str) -> list[dict[str, Any]]:
     """The facts of every other run of this user that answers."""
     names = [p.stem for p in places.runtime_directory().glob("*.sock")]
@@ -251,13 +256,24 @@ async def ask(name: str, command: str, **options: Any) -> dict[str, Any] | None:
         reader, writer = await asyncio.open_unix_connection(str(places.control_path(name)), limit=1 << 20)
         try:
             writer.write(json.dumps({"schema": control.SCHEMA, "command": command, **options}).encode() + b"\n")
-            line = await asyncio.wait_for(reader.readline(), ANSWER_S if command == "status" else None)
+            line = await (_in_time(name, reader) if command == "status" else reader.readline())
         finally:
             writer.close()
         answer: dict[str, Any] = json.loads(line)
     except (OSError, ValueError, TimeoutError):
         return None
     return answer
+
+
+async def _in_time(name: str, reader: asyncio.StreamReader) -> bytes:
+    """The line that the run *name* answers with. Raises :class:`TimeoutError`."""
+    try:
+        line = await asyncio.wait_for(reader.readline(), SILENT_ANSWER_S if name in _silent else ANSWER_S)
+    except TimeoutError:
+        _silent.add(name)
+        raise
+    _silent.discard(name)
+    return line
 
 
 def chosen_gpus(gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str], count: int | None) -> list[str]:
