@@ -217,6 +217,23 @@ def test_a_run_that_holds_no_gpu_is_passed_over(couple: tuple[Serving, Serving])
             cpu.terminate()
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_lease_of_a_command_that_closes_what_it_inherited(couple: tuple[Serving, Serving], killed: bool) -> None:
+    """As sudo does. The lease ends with the command all the same, and leaves it no child to wait for."""
+    _, b = couple
+    only_here(b)
+    script = "import os, sys\nos.closerange(3, 100)\ntry: os.wait()\nexcept ChildProcessError: print('alone', flush=True)\nsys.stdin.read()"
+    held = lease(b.stage, sys.executable, "-c", script)
+    assert held.stdout is not None
+    assert held.stdout.readline() == "alone\n"
+    assert b.ask("resume")["error"]["code"] == "leased"
+    assert b.state == "suspended"
+    if killed:
+        held.kill()
+    held.communicate("")
+    eventually(lambda: b.facts["state"] == "awake" and b.facts["held_by"] is None, "it is back")
+
+
 def test_a_run_that_does_not_answer_is_named(couple: tuple[Serving, Serving]) -> None:
     """It is the second that is stopped, and the first that is late because of it, or not."""
     a, b = couple
