@@ -209,7 +209,7 @@ def test_a_run_that_holds_no_gpu_is_passed_over(couple: tuple[Serving, Serving])
     words = [COMMAND, "run", "--name", "cpu", "--", "sleep", "100"]
     with subprocess.Popen(words, env=b.stage.environ, stderr=subprocess.DEVNULL) as cpu:
         try:
-            eventually(lambda: (b.stage.runtime / "cpu.sock").exists(), "it is there")
+            eventually((b.stage.runtime / "cpu.sock").exists, "it is there")
             held = lease(b.stage, "true")
             assert held.wait(30) == 0
             assert b.stage.gpuckpt("status", "cpu").document["run"]["state"] == "awake"
