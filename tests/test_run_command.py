@@ -243,10 +243,10 @@ class TestTraffic:
 
     def test_in_order_and_counted_before_anybody_else_looks(self) -> None:
         async def body() -> None:
-            door, order = Traffic(hold_s=5, max_waiting=10), list[int]()
+            door, order, begun = Traffic(hold_s=5, max_waiting=10), list[int](), list[float]()
 
             async def client(n: int) -> None:
-                await door.enter()
+                begun.append(await door.enter())
                 order.append(n)
 
             clients = [asyncio.create_task(client(n)) for n in range(5)]
@@ -258,8 +258,10 @@ class TestTraffic:
             await asyncio.gather(*clients)
             assert order == list(range(5))
             assert not await door.quiet(0.01)
-            for _ in range(5):
-                door.leave()
+            for each in reversed(begun):
+                assert door.longest_s > 0
+                door.leave(each)
+            assert door.longest_s == 0
             assert await door.quiet(0.01)
 
         self.run(body)
@@ -307,9 +309,9 @@ class TestTraffic:
         async def body() -> None:
             door = Traffic(hold_s=5, max_waiting=10)
             door.open()
-            await door.enter()
+            begun = await door.enter()
             monkeypatch.setattr(time, "time", lambda: 0.0)
-            door.leave()
+            door.leave(begun)
             assert abs(door.last_end - time.monotonic()) < 1
 
         self.run(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -10,7 +11,13 @@ import socket
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from gpuckpt.supervisor import notify
+from gpuckpt.supervisor.model import RunState
 from tests.conftest import COMMAND, eventually
 from tests.serving import Stage, stage
 
@@ -46,6 +53,30 @@ def test_restart_on_failure_and_what_systemd_is_told(stage: Stage) -> None:
     assert any("STATUS=suspended" in t for t in told)
     assert "STOPPING=1" in told[-1]
     assert "EXTEND_TIMEOUT_USEC=" in told[-1]
+
+
+def test_systemd_is_told_again_while_something_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start may take longer than one message puts its timeout off."""
+    told: list[str] = []
+    monkeypatch.setattr(notify, "notify", told.append)
+    parts: list[Any] = []
+    run: Any = SimpleNamespace(state=RunState.STARTING, stand_by=parts.append)
+    states = [RunState.STARTING, RunState.AWAKE, RunState.RESUMING, RunState.SUSPENDED, RunState.SUSPENDING]
+
+    async def sleep(seconds: float) -> None:
+        assert 2 * seconds < notify.EXTEND_S
+        if not states:
+            raise asyncio.CancelledError
+        run.state = states.pop(0)
+
+    monkeypatch.setattr(notify, "asyncio", SimpleNamespace(sleep=sleep))
+    made = notify.Notifier(run)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(parts[0])
+    assert [t.splitlines()[0] for t in told] == [f"STATUS={s}" for s in ("starting", "starting", "resuming", "suspending")]
+    assert all(t.endswith(f"EXTEND_TIMEOUT_USEC={notify.EXTEND_S}000000") for t in told)
+    made.changed(RunState.SUSPENDED)
+    assert "READY=1" in told[-1], "it was adopted as it was, and serves"
 
 
 def test_it_is_not_started_again_for_ever_and_logs_json(stage: Stage) -> None:

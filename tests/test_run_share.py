@@ -204,6 +204,52 @@ def test_a_lease_holds_the_wakes_and_lets_them_back(couple: tuple[Serving, Servi
     assert [c.result().status for c in clients] == [200, 200]
 
 
+def test_a_run_that_holds_no_gpu_is_passed_over(couple: tuple[Serving, Serving]) -> None:
+    _, b = couple
+    words = [COMMAND, "run", "--name", "cpu", "--", "sleep", "100"]
+    with subprocess.Popen(words, env=b.stage.environ, stderr=subprocess.DEVNULL) as cpu:
+        try:
+            eventually((b.stage.runtime / "cpu.sock").exists, "it is there")
+            held = lease(b.stage, "true")
+            assert held.wait(30) == 0
+            assert b.stage.gpuckpt("status", "cpu").document["run"]["state"] == "awake"
+        finally:
+            cpu.terminate()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_lease_of_a_command_that_closes_what_it_inherited(couple: tuple[Serving, Serving], killed: bool) -> None:
+    """As sudo does. The lease ends with the command all the same, and leaves it no child to wait for."""
+    _, b = couple
+    only_here(b)
+    script = "import os, sys\nos.closerange(3, 100)\ntry: os.wait()\nexcept ChildProcessError: print('alone', flush=True)\nsys.stdin.read()"
+    held = lease(b.stage, sys.executable, "-c", script)
+    assert held.stdout is not None
+    assert held.stdout.readline() == "alone\n"
+    assert b.ask("resume")["error"]["code"] == "leased"
+    assert b.state == "suspended"
+    if killed:
+        held.kill()
+    held.communicate("")
+    eventually(lambda: b.facts["state"] == "awake" and b.facts["held_by"] is None, "it is back")
+
+
+def test_a_run_that_does_not_answer_is_named(couple: tuple[Serving, Serving]) -> None:
+    """It is the second that is stopped, and the first that is late because of it, or not."""
+    a, b = couple
+    only_here(a)
+    os.kill(b.process.pid, signal.SIGSTOP)
+    try:
+        result = a.stage.gpuckpt("lease", "--gpu", "0", "--timeout", "300ms", "--json", "--", "true", json=False)
+    finally:
+        os.kill(b.process.pid, signal.SIGCONT)
+    assert result.code == 125
+    error = json.loads(result.stdout)["error"]
+    assert (error["code"], error["pid"]) == ("deadline", b.process.pid)
+    assert error["hint"] == f"kill -CONT {b.process.pid}"
+    eventually(lambda: not a.facts["held_by"] and not b.facts["held_by"], "neither is held")
+
+
 @pytest.mark.parametrize("running", [True, False])
 def test_kill_9_of_a_lease(couple: tuple[Serving, Serving], running: bool) -> None:
     a, b = couple
@@ -221,6 +267,31 @@ def test_kill_9_of_a_lease(couple: tuple[Serving, Serving], running: bool) -> No
         assert stream.result().body.endswith(b"[DONE]\n\n")
     eventually(lambda: b.facts["state"] == "awake" and b.facts["held_by"] is None, "it is back, though nobody asked")
     assert a.facts["held_by"] is None
+
+
+def test_a_run_that_is_adopted_under_a_lease_stays_away(stage: Stage) -> None:
+    """The lease's connection ended with the supervisor; its lock did not."""
+    run = stage.run("--keep-child").awake()
+    held = lease(stage, "cat")
+    eventually(lambda: Path(f"/proc/{held.pid}/comm").read_text() == "cat\n", "the command runs")
+    run.process.kill()
+    run.process.wait()
+    run = stage.run("--keep-child")
+    run.until("suspended")
+    eventually(lambda: run.port, "the gate listens")
+    client = run.begin(id=1)
+    eventually(lambda: run.facts["requests_waiting"], "it waits")
+    assert run.ask("resume")["error"]["code"] == "leased"
+    assert stage.machine.used() == 0
+    run.process.kill()
+    run.process.wait()
+    client.join(20)
+    run = stage.run("--keep-child")
+    run.until("suspended")
+    held.communicate("")
+    run.until("awake")
+    assert run.facts["held_by"] is None
+    assert stage.machine.used() > 0
 
 
 def test_a_lease_waits_for_what_runs_and_gives_up_in_time(couple: tuple[Serving, Serving]) -> None:
@@ -317,9 +388,64 @@ def test_whose_turn_it_is_and_who_is_asked_to_leave(monkeypatch: pytest.MonkeyPa
     assert chosen(made(name="full"), new) == ["new"], "one that cannot leave is not asked again at once"
 
 
+def test_a_run_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPUCKPT_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # paths of sockets are short
+    monkeypatch.setattr(share.places, "control_path", lambda name: Path(f"{name}.sock"))
+    monkeypatch.setattr(share, "ANSWER_S", 0.05)
+    answers = False
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        if answers:
+            writer.write(b'{"run": {"shares": true}}\n')
+        await reader.read()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async def body() -> None:
+        nonlocal answers
+        async with await asyncio.start_unix_server(answer, "stopped.sock"):
+            assert await share.others("m") == []
+            monkeypatch.setattr(share, "ANSWER_S", 3600.0)
+            for _ in range(3):
+                assert await asyncio.wait_for(share.others("m"), 20) == []
+            answers = True
+            monkeypatch.setattr(share, "SILENT_ANSWER_S", 20.0)
+            assert await share.others("m") == [{"shares": True}]
+            monkeypatch.setattr(share, "SILENT_ANSWER_S", 0.0)
+            assert await share.others("m") == [{"shares": True}], "it is waited for again"
+            await asyncio.sleep(0.01)  # its last connection ends
+
+    asyncio.run(body())
+
+
+def test_a_door_that_closes_for_another_is_soon_open_again() -> None:
+    """Case 10: requests that keep coming end in their turn, and one that takes long stalls nobody beside it."""
+    drains: list[float | None] = []
+
+    async def suspend(_: str, drain_s: float | None = None) -> None:
+        drains.append(drain_s)
+        raise errors.StillServing("1 request was still running")
+
+    now = time.monotonic()
+    traffic = SimpleNamespace(running=1, last_end=now, longest_s=0.1)
+    run: Any = SimpleNamespace(state=RunState.AWAKE, since=now - 99, traffic=traffic, policy=SimpleNamespace(drain_s=30.0), suspend=suspend)
+    one = Share(run, "m", Sharing(shares=True))
+    with pytest.raises(errors.StillServing):
+        asyncio.run(one.give_way(0.1))
+    assert drains == [share.DOOR_S]
+    with pytest.raises(errors.RunNotReady):
+        asyncio.run(one.give_way(0.1))
+    assert len(drains) == 1, "and it stays open for a while"
+    traffic.running, traffic.last_end = 0, now - 10
+    assert one._may_leave(), "but idle it leaves at once"
+
+
 def test_when_a_run_may_leave() -> None:
     now = time.monotonic()
-    traffic = SimpleNamespace(running=0, last_end=now - 10)
+    traffic = SimpleNamespace(running=0, last_end=now - 10, longest_s=0.0)
     run: Any = SimpleNamespace(state=RunState.AWAKE, since=now - 3, traffic=traffic)
     one = Share(run, "m", Sharing(shares=True, least_awake_s=2.0))
     assert one._may_leave(), "idle, and awake for long enough"
@@ -327,6 +453,8 @@ def test_when_a_run_may_leave() -> None:
     assert not one._may_leave(), "busy, and not awake for five times as long"
     run.since = now - 11
     assert one._may_leave()
+    traffic.longest_s = share.DOOR_S
+    assert not one._may_leave(), "a request that takes long is left alone, and so is who comes beside it"
     traffic.running, run.since = 0, now - 1
     assert not one._may_leave(), "idle, and not awake for long enough"
     for sharing in (Sharing(shares=False), Sharing(shares=True, pinned=True)):

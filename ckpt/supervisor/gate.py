@@ -95,10 +95,10 @@ class Gate:
         held: HeldStream | None = None
         try:
             if self._comments_s is None or upgrade or self.run.traffic.is_open:
-                await self.run.traffic.enter()
+                begun = await self.run.traffic.enter()
             else:
                 held = HeldStream(request)
-                await self._enter_held(held, self._comments_s)
+                begun = await self._enter_held(held, self._comments_s)
         except (Full, Expired, Unavailable) as e:
             refusal = self._not_let_in(e)
             return await held.fail(refusal.text or "") if held is not None and held.begun else refusal
@@ -109,18 +109,18 @@ class Gate:
         except (aiohttp.ClientError, OSError) as e:
             return self._unreachable(e)
         finally:
-            self.run.traffic.leave()
+            self.run.traffic.leave(begun)
 
-    async def _enter_held(self, held: HeldStream, every_s: float) -> None:
+    async def _enter_held(self, held: HeldStream, every_s: float) -> float:
         place = asyncio.ensure_future(self.run.traffic.enter())
         try:
             await asyncio.sleep(0)  # if there is no place, that is known before the body is read
             if not place.done():
                 await held.wait(place, every_s)
-            await place
+            return await place
         except BaseException:
             if place.done() and not place.cancelled() and place.exception() is None:
-                self.run.traffic.leave()
+                self.run.traffic.leave(place.result())
             place.cancel()
             await asyncio.gather(place, return_exceptions=True)
             raise

@@ -35,7 +35,7 @@ class HeldStream:
         assert self._response is not None, "no comment was sent"
         return self._response
 
-    async def wait(self, place: asyncio.Future[None], every_s: float) -> None:
+    async def wait(self, place: asyncio.Future[float], every_s: float) -> None:
         """Until *place* is done; a comment each *every_s* meanwhile if the client asked for a stream."""
         length = self._request.content_length
         if length is None or length > BODY_BYTES or hdrs.EXPECT in self._request.headers:

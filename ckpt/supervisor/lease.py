@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,10 @@ from gpuckpt.supervisor.operate import report_or_raise
 
 DEFAULT_S = 300.0
 _POLL_S = 0.05
+#: Of a lease that fails: how long a run may take to say that it is there at all, in seconds.
+_ANSWER_S = 1.0
+#: Stays beside a program until that ends, as nobody's child that it would have to wait for. Its argument: a pidfd.
+_BESIDE = "import os, select, sys\nif os.fork() == 0:\n    p = select.poll()\n    p.register(int(sys.argv[1]), select.POLLIN)\n    p.poll()"
 
 
 class Held:
@@ -114,15 +119,30 @@ class Lease:
         self._held = asked
         try:
             self._held = [h for h in asked if _here(h, until)]
+        except (errors.Deadline, errors.StillServing):
+            for h in asked:  # one that does not answer at all is named rather than one that was late because of it
+                with contextlib.suppress(errors.Usage, errors.RunNotReady):  # it ended meanwhile
+                    control.ask(h.name, "status", timeout_s=_ANSWER_S)
+            raise
         finally:
             for h in asked:
                 if h not in self._held:
                     h.socket.close()
 
     def pass_on(self) -> None:
-        """Let the program that this process becomes have it; it ends with the last process that inherited it."""
-        for fd in (*self._locks, *(h.socket.fileno() for h in self._held)):
+        """Let the program that this process becomes have it; it ends with that program and the last process that inherited it. A
+        program may close what it inherited, as sudo does: so a process beside it holds the lease too, until the program ends."""
+        fds = [*self._locks, *(h.socket.fileno() for h in self._held)]
+        for fd in fds:
             os.set_inheritable(fd, True)
+        with contextlib.suppress(OSError):  # Linux before 5.3 has no pidfd: then it ends where the program closes them
+            pidfd = os.pidfd_open(os.getpid())
+            words = [sys.executable, "-I", "-S", "-c", _BESIDE, str(pidfd)]
+            nothing = subprocess.DEVNULL
+            subprocess.run(
+                words, pass_fds=(*fds, pidfd), stdin=nothing, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True, check=False
+            )
+            os.close(pidfd)
 
     def release(self, *, back: bool = True) -> None:
         """Let the runs back: those that were awake are resumed (*back*), the others may wake when they are wanted."""
@@ -138,6 +158,13 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def leased(gpus: Iterable[str]) -> bool:
+    """Whether somebody has a lease of one of *gpus* (UUIDs); of any at all where that is empty, since unknown is not free."""
+    directory = places.runtime_directory()
+    paths = [directory / f"{uuid}.lease" for uuid in gpus] or [p for p in directory.glob("*.lease") if p.stem != "host-memory"]
+    return any(claims.taken(str(path)) for path in paths)
 
 
 def uuids(gpus: Iterable[int | str]) -> list[str]:

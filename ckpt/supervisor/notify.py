@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -9,9 +10,11 @@ import socket
 from gpuckpt.supervisor.model import RunState
 from gpuckpt.supervisor.state import Run
 
-#: How much longer an operation may take than systemd would wait, in seconds.
+#: How much longer an operation may take than systemd would wait, in seconds, and how often it is told so while that lasts.
 EXTEND_S = 120
-_SLOW = (RunState.STARTING, RunState.STOPPING)
+AGAIN_S = 30.0
+_SLOW = (RunState.STARTING, RunState.SUSPENDING, RunState.RESUMING, RunState.STOPPING)
+_EXTEND = f"EXTEND_TIMEOUT_USEC={EXTEND_S * 10**6}"
 
 
 def notify(text: str) -> None:
@@ -27,21 +30,33 @@ def notify(text: str) -> None:
         s.send(text.encode())
 
 
+def still(what: str) -> None:
+    """Tell that *what* goes on: to be called again within :data:`EXTEND_S`."""
+    notify(f"STATUS={what}\n{_EXTEND}")
+
+
 class Notifier:
-    """Passes on the states of *run*."""
+    """Passes on the states of *run*, those that last again and again."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._ready = False
-        notify(f"STATUS=starting\nEXTEND_TIMEOUT_USEC={EXTEND_S * 10**6}")
+        still("starting")
+        run.stand_by(self._go_on())
 
     def changed(self, state: RunState) -> None:
         lines = [f"STATUS={state}"]
-        if state is RunState.AWAKE and not self._ready:
+        if state in (RunState.AWAKE, RunState.SUSPENDED) and not self._ready:  # suspended: it was adopted so, and wakes when it is wanted
             self._ready = True
             lines.append("READY=1")
         if state is RunState.STOPPING:
             lines.append("STOPPING=1")
         if state in _SLOW:
-            lines.append(f"EXTEND_TIMEOUT_USEC={EXTEND_S * 10**6}")
+            lines.append(_EXTEND)
         notify("\n".join(lines))
+
+    async def _go_on(self) -> None:
+        while True:
+            await asyncio.sleep(AGAIN_S)
+            if self._run.state in _SLOW:
+                still(self._run.state)

@@ -9,6 +9,7 @@ answered. So each swap serves what waited, and nobody is swapped out by somebody
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -19,6 +20,7 @@ from typing import Any
 from gpuckpt import errors, plan
 from gpuckpt.model import Report
 from gpuckpt.supervisor import control, places
+from gpuckpt.supervisor.lease import leased
 from gpuckpt.supervisor.model import RunState
 from gpuckpt.supervisor.state import Run
 from gpuckpt.words import size
@@ -29,12 +31,19 @@ log = logging.getLogger("gpuckpt.run")
 IDLE_MOMENT_S = 0.5
 #: While requests keep coming a run may stay so many times its least time awake before it takes no more and lets the next one in.
 BUSY_TURNS = 5
+#: A run takes no more requests for the sake of another only while none has been running for so long, and for at most so long, in
+#: seconds: those that run are then likely to end at once, and who comes meanwhile is hardly late if they do not.
+DOOR_S = 2.0
 #: How long one question to another run may take, in seconds; it is asked again.
 ANSWER_S = 2.0
+#: And to one that did not answer the last time, until it does: its supervisor is stopped, or gone half-way, and delays nobody again.
+SILENT_ANSWER_S = 0.1
 ASK_S = 1.0
 POLL_S = 0.05
 #: After somebody left: the driver shows the room at once, and whoever waits for it looks every 0.2 s.
 SETTLE_S = 0.4
+#: How often an adopted run looks whether the lease that it was found under has ended, in seconds.
+LEASE_POLL_S = 0.2
 #: A run that could not leave is not asked again for so long, in seconds.
 REFUSED_S = 30.0
 
@@ -54,6 +63,7 @@ class Share:
     def __init__(self, run: Run, name: str, sharing: Sharing) -> None:
         self.run, self.name, self.sharing = run, name, sharing
         self._not_before = 0.0  # it is not asked to leave, after it could not
+        self.comes_back = False  # after the lease that holds it: it was awake before
         self._refused: dict[str, float] = {}  # others that could not leave, and until when they are left alone
         if sharing.shares:
             run.turn, run.make_room = self.turn, self.make_room
@@ -102,7 +112,7 @@ class Share:
         if answer is not None and error is None:
             log.info("%s left the GPU for us", chosen)
             await asyncio.sleep(SETTLE_S)
-        elif error is None or error["code"] != errors.RunNotReady.code:
+        elif error is None or error["code"] not in (errors.RunNotReady.code, errors.StillServing.code):
             log.warning("%s could not leave the GPU: %s", chosen, error["message"] if error else "it does not answer")
             self._refused[chosen] = now + REFUSED_S
 
@@ -123,7 +133,7 @@ class Share:
                 raise errors.RunNotReady(f"the run {self.name!r} is {self.run.state} and has not been so for long enough to leave")
             await asyncio.sleep(POLL_S)
         try:
-            return await self.run.suspend("share")
+            return await self.run.suspend("share", min(DOOR_S, self.run.policy.drain_s))
         except errors.StillServing:
             self._not_before = time.monotonic() + REFUSED_S
             raise
@@ -133,7 +143,9 @@ class Share:
         if run.state is not RunState.AWAKE:
             return run.state in (RunState.DRAINING, RunState.SUSPENDING, RunState.SUSPENDED)
         idle = not run.traffic.running and now - run.traffic.last_end >= IDLE_MOMENT_S
-        return now >= max(run.since + self.sharing.least_awake_s * (1 if idle else BUSY_TURNS), 0.0 if idle else self._not_before)
+        if idle:
+            return now >= run.since + self.sharing.least_awake_s
+        return run.traffic.longest_s < DOOR_S and now >= max(run.since + self.sharing.least_awake_s * BUSY_TURNS, self._not_before)
 
     # As the one that is kept away.
 
@@ -150,7 +162,8 @@ class Share:
             except TimeoutError:
                 raise errors.Deadline(f"the run {self.name!r} was still starting after {within_s:g} s") from None
         if gpus is not None and not run.holdings.gpu_bytes and run.state is RunState.AWAKE:
-            await run.holdings.look()
+            with contextlib.suppress(errors.NoCudaState):  # it holds nothing on any of them
+                await run.holdings.look()
         known = run.holdings.gpu_bytes
         elsewhere = gpus is not None and not known.keys() & set(gpus) and (bool(known) or run.state is not RunState.SUSPENDED)
         if run.over or run.child.owns(peer.pid) or elsewhere:
@@ -159,6 +172,7 @@ class Share:
             raise errors.RunNotReady(f"the run {self.name!r} is pinned to its GPU", hint=f"gpuckpt suspend {self.name}, or stop it")
         was_awake = run.state is not RunState.SUSPENDED
         run.holds[peer] = by
+        self.comes_back |= was_awake
         try:
             await self._suspended_by(until)
         except BaseException:
@@ -185,10 +199,33 @@ class Share:
                 if time.monotonic() >= until:
                     raise
 
+    def adopted(self, comes_back: bool) -> None:
+        """A lease that held the run when its last supervisor died, or began since, holds it still: its connection ended with that one, its
+        lock on the GPUs did not. Then the run comes back if it was awake before."""
+        if leased(self.run.holdings.gpu_bytes):
+            self.comes_back = comes_back
+            self.run.holds[self] = "a lease that began before the run had this supervisor"
+            self.run.stand_by(self._sit_out())
+
+    async def _sit_out(self) -> None:
+        run = self.run
+        await run.until(*set(RunState) - {RunState.STARTING})
+        while leased(run.holdings.gpu_bytes):
+            await asyncio.sleep(LEASE_POLL_S)
+        comes_back = self.comes_back
+        self._let_go(self)
+        if comes_back and run.state is RunState.SUSPENDED and not run.holds:
+            with contextlib.suppress(errors.GpuckptError):  # it is in the log, and who waits is told
+                await run.resume("hold")
+
     def _let_go(self, peer: object) -> None:
         self.run.holds.pop(peer, None)
+        self.comes_back = self.comes_back and bool(self.run.holds)
         if self.run.traffic.waiting and self.run.state is RunState.SUSPENDED:
             self.run.want_awake()
+
+
+_silent: set[str] = set()  # the runs that did not answer in time when they were asked last
 
 
 async def others(name: str) -> list[dict[str, Any]]:
@@ -219,13 +256,24 @@ async def ask(name: str, command: str, **options: Any) -> dict[str, Any] | None:
         reader, writer = await asyncio.open_unix_connection(str(places.control_path(name)), limit=1 << 20)
         try:
             writer.write(json.dumps({"schema": control.SCHEMA, "command": command, **options}).encode() + b"\n")
-            line = await asyncio.wait_for(reader.readline(), ANSWER_S if command == "status" else None)
+            line = await (_in_time(name, reader) if command == "status" else reader.readline())
         finally:
             writer.close()
         answer: dict[str, Any] = json.loads(line)
     except (OSError, ValueError, TimeoutError):
         return None
     return answer
+
+
+async def _in_time(name: str, reader: asyncio.StreamReader) -> bytes:
+    """The line that the run *name* answers with. Raises :class:`TimeoutError`."""
+    try:
+        line = await asyncio.wait_for(reader.readline(), SILENT_ANSWER_S if name in _silent else ANSWER_S)
+    except TimeoutError:
+        _silent.add(name)
+        raise
+    _silent.discard(name)
+    return line
 
 
 def chosen_gpus(gpus: Sequence[Mapping[str, Any]], environ: Mapping[str, str], count: int | None) -> list[str]:

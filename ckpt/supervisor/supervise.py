@@ -32,7 +32,7 @@ from gpuckpt.supervisor.gate import Gate, announce, where
 from gpuckpt.supervisor.lease import Lease
 from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import Policy, RunState, Server
-from gpuckpt.supervisor.notify import Notifier, notify
+from gpuckpt.supervisor.notify import AGAIN_S, Notifier, notify, still
 from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.places import Place
 from gpuckpt.supervisor.probe import Probe
@@ -174,9 +174,11 @@ class _Supervised:
         if adopted is not None:
             adopt.recall(self.run.holdings, adopted)
             self.run.find = lambda: adopt.find(child.pid, self.run.holdings, server)
+        self.share = Share(self.run, options.name, options.sharing)
+        if adopted is not None:
+            self.share.adopted(bool(adopted.get("comes_back")))
         self._note(self.run.state)
         self.run.changed.append(self._note)
-        self.share = Share(self.run, options.name, options.sharing)
         self.spill = Spill(self.run, options.policy.move_to)
         self.run.holdings.budget = Budget(
             options.host_budget_bytes, lambda: others(options.name), move=lambda n: moved_to_disk(n, options.name)
@@ -233,7 +235,9 @@ class _Supervised:
         return code
 
     def _note(self, _: RunState) -> None:
-        self._place.note(self.child.pid, command=list(self.options.command), **adopt.noted(self.run.holdings))
+        self._place.note(
+            self.child.pid, command=list(self.options.command), comes_back=self.share.comes_back, **adopt.noted(self.run.holdings)
+        )
 
     async def close(self) -> None:
         self.engines.close()
@@ -328,11 +332,15 @@ async def _make_room_to_start(options: Options, prepared: vllm.Prepared, environ
 async def _unless_told_to_end(waiting: Coroutine[Any, Any, Lease], signals: asyncio.Queue[int]) -> Lease:
     task = asyncio.create_task(waiting)
     while True:
+        still("waiting for its GPU")
         signal_came = asyncio.create_task(signals.get())
-        await asyncio.wait({task, signal_came}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, signal_came}, timeout=AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             signal_came.cancel()
             return task.result()
+        if not signal_came.done():
+            signal_came.cancel()
+            continue
         if (signum := signal_came.result()) in ENDING:
             error = errors.CannotStart(f"told to end by signal {signum} while it waited for its GPU; nothing was started")
             error.status = 128 + signum

@@ -38,7 +38,8 @@ class Traffic:
         self.running = 0
         self.last_end = time.monotonic()  # of the last request that ran, up to its last byte
         self.is_open = False
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[float]] = deque()
+        self._begun: list[float] = []  # of those that run, the oldest first
         self._over: GpuckptError | None = None
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -47,37 +48,42 @@ class Traffic:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def enter(self) -> None:
-        """Return when the request may go to the server, where it counts as running until :meth:`leave`.
+    @property
+    def longest_s(self) -> float:
+        """For how long the oldest of the requests that run has been running, in seconds."""
+        return time.monotonic() - self._begun[0] if self._begun else 0.0
+
+    async def enter(self) -> float:
+        """Return when the request may go to the server, where it counts as running until :meth:`leave` is given what this returns.
 
         Raises :class:`Full` at once, :class:`Expired` after the time to hold, :class:`Unavailable` when waiting is in vain.
         """
         if self._over is not None:
             raise Unavailable(self._over)
         if self.is_open:
-            self._begin()
-            return
+            return self._begin()
         if len(self._waiting) >= self.max_waiting:
             raise Full
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self.wanted()
         try:
             await asyncio.wait({place}, timeout=self.hold_s)
         except asyncio.CancelledError:
             if place.done() and place.exception() is None:
-                self.leave()  # let in at the very moment that its client left
+                self.leave(place.result())  # let in at the very moment that its client left
             raise
         finally:
             if not place.done():
                 self._waiting.remove(place)
         if not place.done():
             raise Expired
-        place.result()
+        return place.result()
 
-    def leave(self) -> None:
+    def leave(self, begun: float) -> None:
         """The last byte of a request has gone, or its client has."""
         self.running -= 1
+        self._begun.remove(begun)
         self.last_end = time.monotonic()
         if self.running == 0:
             self._quiet.set()
@@ -88,8 +94,7 @@ class Traffic:
         while self._waiting:
             place = self._waiting.popleft()
             if not place.done():
-                self._begin()
-                place.set_result(None)
+                place.set_result(self._begin())
 
     def close(self) -> None:
         """From now on requests wait."""
@@ -113,6 +118,8 @@ class Traffic:
             return False
         return True
 
-    def _begin(self) -> None:
+    def _begin(self) -> float:
         self.running += 1
         self._quiet.clear()
+        self._begun.append(time.monotonic())
+        return self._begun[-1]
