@@ -103,7 +103,8 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
         notify(f"STATUS=ended with {code}, is started again")
         if await _told_to_end(signals, delay_s):
             return code
-        options = dataclasses.replace(options, listen=address or options.listen)
+        if address is not None:  # the port, which may have been chosen for it; the host as it was given, for it may be several addresses
+            options = dataclasses.replace(options, listen=(options.listen[0], address[1]))
         place.clear()
 
 
