@@ -22,7 +22,7 @@ from gpuckpt import errors
 from gpuckpt.image import paths
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
-from gpuckpt.supervisor import adopt, idle, vllm
+from gpuckpt.supervisor import adopt, idle, logs, vllm
 from gpuckpt.supervisor.admin import Admin
 from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
@@ -88,6 +88,7 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
     """Run the command to its end, again after a failure if so chosen, and return what to exit with."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(logs.of_the_loop())
     for signum in (*ENDING, *FORWARDED):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(signum, signals.put_nowait, signum)
