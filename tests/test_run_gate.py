@@ -96,6 +96,7 @@ def test_looking_wakes_nothing_and_takes_no_place(stage: Stage) -> None:
             assert run.request(method, path).status < 500
     run.dial(b"").close()
     run.request("POST", "/wp-login.php", {})
+    assert [run.request("POST", p, {}).status for p in ("/ping", "/ping/", "/health")] == [404, 404, 405], "it answers by itself"
     assert run.facts["requests_waiting"] == 0
     assert run.state == "suspended"
     assert not run.became("resuming")
