@@ -17,6 +17,8 @@ OPEN = frozenset(
 )
 #: POSTs that the API server answers by itself; SageMaker's POST /ping asks for its health.
 WITHOUT_GPU = frozenset(["/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping", "/health"])
+#: Where vLLM has a WebSocket.
+WEBSOCKETS = frozenset(["/v1/realtime"])
 _AUTHORITY = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 _TRICKS = re.compile(r"//|/\.\.?(/|$)|[\\\x00-\x1f\x7f;]")
 
