@@ -133,6 +133,22 @@ def test_what_the_gate_cannot_take_over_is_refused(option: str) -> None:
     assert option in prepare(option, "x", without=("gate",)).command
 
 
+@pytest.mark.parametrize("words", [["--root-path", "/v1"], ["--root-path=/v1"], ["--root_path", "/v1"], ["--root_path=/"], ["--root=/v1"]])
+def test_a_prefix_that_vllm_takes_off_paths_is_refused(words: list[str]) -> None:
+    """Else POST /v1/sleep is POST /sleep to it."""
+    with pytest.raises(errors.Usage, match="--root-path cannot be used behind the gate") as e:
+        prepare(*words)
+    assert "--without gate" in e.value.hint
+    assert words[0] in prepare(*words, without=("gate",)).command
+
+
+def test_a_prefix_in_a_file_of_options_does_not_count() -> None:
+    """vLLM puts the file's options before those of the command line."""
+    assert "--root-path=" in prepare("--config", "x.yaml").command
+    assert "--root-path=" not in prepare("--config", "x.yaml", without=("gate",)).command
+    assert "--root-path=" not in prepare().command
+
+
 @pytest.mark.parametrize("port", ["x", "70000", "-1"])
 def test_a_bad_port(port: str) -> None:
     with pytest.raises(errors.Usage):

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,7 @@ def test_looking_wakes_nothing_and_takes_no_place(stage: Stage) -> None:
             assert run.request(method, path).status < 500
     run.dial(b"").close()
     run.request("POST", "/wp-login.php", {})
+    assert [run.request("POST", p, {}).status for p in ("/ping", "/ping/", "/health")] == [404, 404, 405], "it answers by itself"
     assert run.facts["requests_waiting"] == 0
     assert run.state == "suspended"
     assert not run.became("resuming")
@@ -278,6 +280,38 @@ def test_the_work_ends_when_the_client_leaves(shared: Serving) -> None:
     s.close()
     eventually(lambda: len(shared.notes("cut")) > cut, "it was cut", 2.0)
     eventually(lambda: shared.facts["requests_running"] == 0, "the count is back", 2.0)
+
+
+HANDSHAKE = (
+    "{} HTTP/1.1\r\nHost: x\r\nConnection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n"
+    "Sec-WebSocket-Version: {}\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+def shake(run: Serving, request: str = "GET /v1/realtime", version: int = 13, then: str = "") -> tuple[int, dict[str, Any]]:
+    """The status and the error that answer a handshake."""
+    with run.dial(HANDSHAKE.format(request, version) + then) as s:
+        head, _, body = s.makefile("rb").read().partition(b"\r\n\r\n")
+    assert b"application/json" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def test_what_asks_for_a_websocket_where_there_is_none_wakes_nothing(stage: Stage) -> None:
+    run = stage.run(fake=("--status", "/v1/realtime=200")).awake().suspended()
+    after = "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    for request in ("GET /v1/models", "GET /v1/chat/completions", "POST /v1/completions", "GET /", "GET /v1/realtime/"):
+        status, error = shake(run, request, then=after)
+        assert (status, error["code"]) == (404, "upgrade-refused")
+    for request, version in (("GET /v1/realtime", 99), ("POST /v1/realtime", 13)):
+        assert shake(run, request, version)[0] == 400
+    assert run.get("/v1/models", Upgrade="websocket").json["data"], "it does not ask for one"
+    assert run.facts["requests_waiting"] == 0
+    assert run.state == "suspended"
+    assert not run.became("resuming")
+
+    status, error = shake(run)
+    assert (status, error["code"], error["type"]) == (502, "upgrade-refused", "service_unavailable_error")
+    assert run.state == "awake"
 
 
 def test_websockets_pass(stage: Stage) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,13 +19,26 @@ from typing import TYPE_CHECKING, Any
 from gpuckpt import errors
 from gpuckpt.inspect import processes
 from gpuckpt.supervisor import places
+from gpuckpt.supervisor.mishaps import known
 
 if TYPE_CHECKING:
     from gpuckpt.model import Report
 
+log = logging.getLogger("gpuckpt.run")
+
 SCHEMA = 1
-COMMANDS = ("suspend", "resume", "status", "stop", "give-way", "hold", "to-disk")
+#: What each command takes: "seconds" and "text", "gpus" (names, or null for all), "seconds?" that may be left out or null.
+COMMANDS: dict[str, dict[str, str]] = {
+    "suspend": {"drain_s": "seconds?"},
+    "resume": {},
+    "status": {},
+    "stop": {},
+    "give-way": {"within_s": "seconds"},
+    "hold": {"gpus": "gpus", "by": "text", "within_s": "seconds"},
+    "to-disk": {"by": "text"},
+}
 _LINE_BYTES = 1 << 20
+_MOST_S = 1e9  # of a time that is asked for: what is longer is a mistake
 
 
 def exists(name: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -94,9 +108,10 @@ class Peer:
 
     async def left(self) -> None:
         """Wait until it has closed its end, or died."""
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             while line := await self._reader.readline():
-                self.said = json.loads(line)
+                said = json.loads(line)
+                self.said = said if isinstance(said, dict) else {}
 
 
 class ControlServer:
@@ -135,7 +150,7 @@ class ControlServer:
             finally:
                 if peer.then is not None:
                     await peer.left()
-                    document = await self._guarded("hold", peer.then)
+                    document = await self._guarded("hold", lambda: _then(peer))
             if peer.then is not None:
                 writer.write(json.dumps(document).encode() + b"\n")
                 await writer.drain()
@@ -150,21 +165,40 @@ class ControlServer:
         try:
             order = json.loads(line)
             command = order["command"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return _failed("status", errors.Usage("what was asked is not a command", hint="use gpuckpt of the same version"))
-        if command not in COMMANDS or order.get("schema") != SCHEMA:
+        if not isinstance(command, str) or command not in COMMANDS or order.get("schema") != SCHEMA:
             return _failed(str(command), errors.Usage(f"this run does not know the command {command!r}", hint="use gpuckpt of its version"))
-        try:
-            return await self._answer(order, peer)
-        except errors.GpuckptError as e:
-            return _failed(command, e)
+        for name, kind in COMMANDS[command].items():
+            if not (_fits(order[name], kind) if name in order else kind.endswith("?")):
+                words = f"{command}: {name} is {order[name]!r:.40}, no {kind.strip('?')}" if name in order else f"{command} needs {name}"
+                return _failed(command, errors.Usage(f"{words}; nothing was done", hint="use gpuckpt of its version"))
+        return await self._guarded(command, lambda: self._answer(order, peer))
 
     @staticmethod
-    async def _guarded(command: str, act: Callable[[], Awaitable[Report]]) -> dict[str, Any]:
+    async def _guarded(command: str, act: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """What *act* answers, or why there is nothing: whoever asked is told in any case."""
         try:
-            return {**(await act()).as_dict(), "acted": True}
+            return await act()
         except errors.GpuckptError as e:
             return _failed(command, e)
+        except Exception as e:  # noqa: BLE001 - whoever asked is told
+            return _failed(command, known(e))
+
+
+async def _then(peer: Peer) -> dict[str, Any]:
+    assert peer.then is not None
+    return {**(await peer.then()).as_dict(), "acted": True}
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == "text":
+        return isinstance(value, str)
+    if kind == "gpus":
+        return value is None or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+    if value is None:
+        return kind == "seconds?"
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MOST_S
 
 
 def _failed(command: str, error: errors.GpuckptError) -> dict[str, Any]:

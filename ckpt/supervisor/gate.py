@@ -11,7 +11,7 @@ import contextlib
 import hmac
 import logging
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 
@@ -28,7 +28,7 @@ from gpuckpt.supervisor.model import CLOSING_S, RunState
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Expired, Full, Unavailable
 from gpuckpt.supervisor.upstream import Upstream
-from gpuckpt.supervisor.websocket import tunnel
+from gpuckpt.supervisor.websocket import asks_for_websocket, is_handshake, tunnel
 
 log = logging.getLogger("gpuckpt.gate")
 
@@ -54,10 +54,12 @@ class Gate:
         *,
         keys: Sequence[str] = (),
         hidden: bool = False,
+        websockets: Collection[str] | None = None,
         comments_s: float | None = None,
     ) -> None:
         self.run, self.upstream, self.metrics = run, upstream, metrics
         self._keys, self._hidden = [k.encode() for k in keys], hidden
+        self._websockets = websockets  # the paths that have one; None: not known
         self._comments_s = comments_s
         self._last_metrics = b""
         self._runner: web.ServerRunner | None = None
@@ -87,7 +89,11 @@ class Gate:
             return await self._own(path)
         if not paths.may_pass(path, hidden=self._hidden):
             return self._refuse(404, "not-found", f"there is no {path} here")
-        upgrade = request.headers.get(hdrs.UPGRADE, "").lower() == "websocket"
+        upgrade = asks_for_websocket(request)
+        if upgrade and self._websockets is not None and path not in self._websockets:
+            return self._no_websocket(404, f"there is no WebSocket at {path}")
+        if upgrade and not is_handshake(request):
+            return self._no_websocket(400, "this is not the handshake of a WebSocket")
         if not paths.needs_gpu(request.method, path, websocket=upgrade):
             return await self._look(request, target)
         if not self._allowed(request):
@@ -105,7 +111,8 @@ class Gate:
         try:
             return await (tunnel(request, self.upstream, target) if upgrade else self._forward(request, target, held))
         except aiohttp.WSServerHandshakeError as e:
-            return self._refuse(e.status, "upgrade-refused", f"the server refused the WebSocket: {e.message}")
+            status = e.status if e.status >= 400 else 502  # an answer that is none to a handshake, and must not look like success
+            return self._no_websocket(status, f"the server refused the WebSocket with {e.status}: {e.message}")
         except (aiohttp.ClientError, OSError) as e:
             return self._unreachable(e)
         finally:
@@ -168,6 +175,12 @@ class Gate:
             response.headers["x-should-retry"] = "true"
         elif status >= 500:
             response.headers["x-should-retry"] = "false"
+        return response
+
+    def _no_websocket(self, status: int, words: str) -> web.Response:
+        """What follows on this connection would not be read as a request: it ends."""
+        response = self._refuse(status, "upgrade-refused", words)
+        response.force_close()
         return response
 
     def _retry_after(self) -> int:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import logging
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("gpuckpt.run")
+
+#: How often it is said that no connection can be accepted, in seconds: the loop says it thousands of times a second.
+ACCEPTS_S = 10.0
 
 
 class JsonLines(logging.Formatter):
@@ -33,3 +42,18 @@ def handler(name: str, kind: str) -> logging.Handler:
     made = logging.StreamHandler(sys.stderr)
     made.setFormatter(JsonLines(name) if kind == "json" else logging.Formatter(f"gpuckpt run {name}: %(message)s"))
     return made
+
+
+def of_the_loop() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """What an event loop does with what it cannot tell anybody: log it; that it has run short of descriptors, now and then."""
+    last: float | None = None
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        if not context["message"].startswith("socket.accept()"):
+            loop.default_exception_handler(context)
+        elif last is None or time.monotonic() - last >= ACCEPTS_S:
+            last = time.monotonic()
+            log.warning("no connection can be accepted now, so clients wait: %s", context.get("exception"))
+
+    return handle

@@ -80,6 +80,11 @@ class Worker:
                 output = await asyncio.wait_for(self._order(line, await ready()), LIMIT_S + wait_s)
         except TimeoutError:
             raise errors.InFlight(f"the {command} did not answer within {LIMIT_S + wait_s:.0f} s", hint="gpuckpt status") from None
+        except OSError as e:
+            if self._taken:
+                raise
+            words = f"the process of the {command} cannot be started: {e.strerror or e}; nothing was begun"
+            raise errors.GpuckptError(words, hint="see the limits of the run: open files (ulimit -n), processes, memory") from None
         finally:
             self.busy = False
         return report_or_raise(command, output)

@@ -15,8 +15,10 @@ OPEN = frozenset(
     "v1 v2 health ping metrics version load tokenize detokenize tokenizer_info pooling classify score rerank invocations inference "
     "docs redoc openapi.json".split()
 )
-#: POSTs that the API server answers by itself.
-WITHOUT_GPU = frozenset(["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+#: POSTs that the API server answers by itself; SageMaker's POST /ping asks for its health.
+WITHOUT_GPU = frozenset(["/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping", "/health"])
+#: Where vLLM has a WebSocket.
+WEBSOCKETS = frozenset(["/v1/realtime"])
 _AUTHORITY = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
 _TRICKS = re.compile(r"//|/\.\.?(/|$)|[\\\x00-\x1f\x7f;]")
 

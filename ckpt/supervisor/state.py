@@ -33,6 +33,7 @@ from gpuckpt.model import Report
 from gpuckpt.supervisor.child import Child
 from gpuckpt.supervisor.holdings import Holdings
 from gpuckpt.supervisor.keeper import DEATH_S
+from gpuckpt.supervisor.mishaps import known, tell_safely
 from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.order import Order
 from gpuckpt.supervisor.probe import Probe
@@ -184,9 +185,7 @@ class Run:
                 if not order.done.done():
                     order.done.set_result(report)
                 continue
-            if not isinstance(error, GpuckptError):
-                log.error("%s failed", order.kind, exc_info=error)
-                error = GpuckptError(f"{type(error).__name__}: {error}")
+            error = known(error)
             if not isinstance(error, (errors.RunNotReady, *_NOT_BEGUN)):
                 self._tell(order, error, begun)
             if not order.done.done():
@@ -215,11 +214,11 @@ class Run:
             report = await self.holdings.suspend()
         except errors.RunNotReady:
             raise
-        except GpuckptError as e:
-            self.last_error = e
+        except Exception as e:  # noqa: BLE001 - whatever it was, it goes back
+            error = self.last_error = known(e)
             if self.state is not RunState.AWAKE:
-                await self._back(e, slept)
-            raise
+                await self._back(error, slept)
+            raise error from None
         finally:
             await self.holdings.let_go()
         self.last_error = None
@@ -260,8 +259,9 @@ class Run:
         except errors.ServerRefused as e:
             cause.add_note(f"and then it did not wake up: {e.message}")
             self._fail(e)
-        except GpuckptError as e:
-            cause.add_note(f"and it sleeps on, since another took what it had left: {e.message}")
+        except Exception as e:  # noqa: BLE001 - whatever it was, it sleeps on
+            why = "since another took what it had left" if isinstance(e, errors.Refused) else "and the next request tries again"
+            cause.add_note(f"and it sleeps on, {why}: {known(e).message}")
             self._enter(RunState.SUSPENDED)
             if self.traffic.waiting:
                 self.want_awake()
@@ -293,15 +293,15 @@ class Run:
                 self.last_error = errors.GpuMemory(words, hint="free the GPU; the next request tries again")
             self._enter(RunState.SUSPENDED)  # it had not begun: who waits for it goes on waiting
             raise
-        except GpuckptError as e:
-            self.last_error = e
+        except Exception as e:  # noqa: BLE001 - whatever it was, it stays suspended
+            error = self.last_error = known(e)
             await self._told_if_dead()
-            if isinstance(e, errors.ServerRefused | errors.WrongAnswer) or (self.holdings.down and e.exit_code == 3):
-                self._fail(e)
+            if isinstance(error, errors.ServerRefused | errors.WrongAnswer) or (self.holdings.down and error.exit_code == 3):
+                self._fail(error)
             else:
                 self._enter(RunState.SUSPENDED)
-                self.traffic.fail(e)
-            raise
+                self.traffic.fail(error)
+            raise error from None
         finally:
             self.wants_since = None
             await self.holdings.let_go()
@@ -346,11 +346,11 @@ class Run:
         self.state, self.since = state, time.monotonic()
         self._news.set()
         for tell in self.changed:
-            tell(state)
+            tell_safely(tell, state)
 
     def _tell(self, order: Order, outcome: Report | GpuckptError, begun: float) -> None:
         for tell in self.finished:
-            tell(order.kind, order.reason, outcome, time.monotonic() - begun)
+            tell_safely(tell, order.kind, order.reason, outcome, time.monotonic() - begun)
 
     # Beginning and end.
 

@@ -19,10 +19,10 @@ from typing import Any
 import aiohttp
 
 from gpuckpt import errors
-from gpuckpt.image import paths
+from gpuckpt.image import paths as image_paths
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
-from gpuckpt.supervisor import adopt, idle, vllm
+from gpuckpt.supervisor import adopt, idle, logs, paths, vllm
 from gpuckpt.supervisor.admin import Admin
 from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
@@ -88,6 +88,7 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
     """Run the command to its end, again after a failure if so chosen, and return what to exit with."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(logs.of_the_loop())
     for signum in (*ENDING, *FORWARDED):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(signum, signals.put_nowait, signum)
@@ -103,7 +104,8 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
         notify(f"STATUS=ended with {code}, is started again")
         if await _told_to_end(signals, delay_s):
             return code
-        options = dataclasses.replace(options, listen=address or options.listen)
+        if address is not None:  # the port, which may have been chosen for it; the host as it was given, for it may be several addresses
+            options = dataclasses.replace(options, listen=(options.listen[0], address[1]))
         place.clear()
 
 
@@ -192,7 +194,13 @@ class _Supervised:
         self.gate: Gate | None = None
         if self.upstream is not None:
             self.gate = Gate(
-                self.run, self.upstream, self.metrics, keys=prepared.keys, hidden=prepared.hidden, comments_s=options.comments_s
+                self.run,
+                self.upstream,
+                self.metrics,
+                keys=prepared.keys,
+                hidden=prepared.hidden,
+                websockets=paths.WEBSOCKETS if options.adapter == "vllm" else None,
+                comments_s=options.comments_s,
             )
         self.admin = Admin(self.run, options.admin_token) if options.admin is not None else None
         self.control = ControlServer(place.control, self.answer)
@@ -367,7 +375,7 @@ def _log_outcome(operation: str, reason: str, outcome: Report | errors.GpuckptEr
         log.info("%s (%s) in %.2f s: %s", operation, reason, seconds, steps)
         for p in outcome.processes if operation == "suspend" and not outcome.simulated else ():
             if p.image:
-                log.info("pid %d: %s", p.pid, paths.words(p.image))
+                log.info("pid %d: %s", p.pid, image_paths.words(p.image))
     else:
         notes = "".join(f"; {n}" for n in getattr(outcome, "__notes__", ()))
         log.warning("%s (%s) failed: %s%s [%s]", operation, reason, outcome.message, notes, outcome.code)

@@ -31,6 +31,7 @@ AGENT = "GPUCKPT_AGENT"
 FUSION_OFF = '{"pass_config": {"fuse_allreduce_rms": false}}'
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 API_KEY = "VLLM_API_KEY"
+ROOT_PATH = "root-path"
 DEFAULT_PORT = 8000
 #: How long /sleep and /wake_up may take, in seconds. Measured with 44 GiB: 7.4 the first time, 0.3 later.
 SLEEP_S = 300.0
@@ -89,6 +90,12 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
                 f"--{name} cannot be used behind the gate, which speaks HTTP for the server; nothing was started",
                 hint="leave it out and terminate TLS in front of the gate, or refuse the gate: --without gate",
             )
+    if "gate" not in without and options.has(ROOT_PATH, shortened=True):
+        raise errors.Usage(
+            f"--{ROOT_PATH} cannot be used behind the gate: vLLM takes it off the paths that it is asked for, "
+            "so what the gate turns away would be reached under another name; nothing was started",
+            hint="leave it out, and have the proxy in front of the gate strip the prefix; or refuse the gate: --without gate",
+        )
     if options.has("config"):
         warnings.append("--config is not read: host, port and API key that it sets are not known to the gate; give them as options")
     host, port = options.value("host") or "", _port(options.value("port"))
@@ -97,6 +104,8 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
     if "gate" not in without:
         words = options.without("host", "port")
         words += ["--uds", socket]
+        if options.has("config"):
+            words.append(f"--{ROOT_PATH}=")  # whatever the file says
         changes["gate"] = f"--uds {socket}; the gate listens on {host or 'every address'}, port {port} instead"
     dev = environ.get(DEV_MODE, "")
     if dev not in ("", "1"):
@@ -220,8 +229,9 @@ class _Options:
     def __init__(self, command: Sequence[str]) -> None:
         self._words = list(command)
 
-    def has(self, name: str) -> bool:
-        return any(n == name for n, _, _ in self._found())
+    def has(self, name: str, *, shortened: bool = False) -> bool:
+        """Whether it is there; *shortened*: also by its beginning, which vLLM takes for it."""
+        return any(n == name or (shortened and n and name.startswith(n)) for n, _, _ in self._found())
 
     def value(self, name: str) -> str | None:
         """Its last value, which is the one that counts."""

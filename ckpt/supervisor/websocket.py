@@ -17,13 +17,28 @@ _OF_HANDSHAKE = frozenset(
 Side = ClientWebSocketResponse | web.WebSocketResponse
 
 
+def asks_for_websocket(request: web.BaseRequest) -> bool:
+    """Whether a server would take it for the handshake of a WebSocket; without ``Connection: upgrade`` it is a request like others."""
+    if request.headers.get(hdrs.UPGRADE, "").strip().lower() != "websocket":
+        return False
+    return any(word.strip().lower() == "upgrade" for v in request.headers.getall(hdrs.CONNECTION, ()) for word in v.split(","))
+
+
+def is_handshake(request: web.BaseRequest) -> bool:
+    """Whether it is a complete one."""
+    return request.method == hdrs.METH_GET and web.WebSocketResponse(protocols=_offered(request)).can_prepare(request).ok
+
+
+def _offered(request: web.BaseRequest) -> list[str]:
+    return [p.strip() for p in request.headers.get(hdrs.SEC_WEBSOCKET_PROTOCOL, "").split(",") if p.strip()]
+
+
 async def tunnel(request: web.BaseRequest, upstream: Upstream, target: str) -> web.StreamResponse:
     """Connect to the server first, so that its refusal is an answer; then to the client."""
-    offered = [p.strip() for p in request.headers.get(hdrs.SEC_WEBSOCKET_PROTOCOL, "").split(",") if p.strip()]
     headers = CIMultiDict((k, v) for k, v in request.headers.items() if k.lower() not in _OF_HANDSHAKE)
     url = URL(upstream.base + target, encoded=True)
     async with upstream.session.ws_connect(
-        url, protocols=offered, headers=headers, autoping=False, autoclose=False, max_msg_size=0
+        url, protocols=_offered(request), headers=headers, autoping=False, autoclose=False, max_msg_size=0
     ) as server:
         client = web.WebSocketResponse(
             protocols=[server.protocol] if server.protocol else (), autoping=False, autoclose=False, max_msg_size=0, compress=False

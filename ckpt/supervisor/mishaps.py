@@ -1,0 +1,27 @@
+"""What nobody has thought of: made into errors that a run knows how to live with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from gpuckpt.errors import GpuckptError
+
+log = logging.getLogger("gpuckpt.run")
+
+
+def known(error: BaseException) -> GpuckptError:
+    """*error*, or one of ours for it: a mistake here, or a machine that has run short. That is logged with where it came from."""
+    if isinstance(error, GpuckptError):
+        return error
+    log.error("%s", type(error).__name__, exc_info=error)
+    return GpuckptError(f"{type(error).__name__}: {error}", hint="see what the run logged")
+
+
+def tell_safely(tell: Callable[..., None], *facts: Any) -> None:
+    """Whoever cannot be told keeps the run from nothing."""
+    try:
+        tell(*facts)
+    except Exception:
+        log.exception("what happened could not be told")

@@ -1,0 +1,154 @@
+"""What nobody has thought of goes wrong in a suspend or a resume, or on the control socket: the run is in a state that has a way out."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gpuckpt import errors
+from gpuckpt.model import Report
+from gpuckpt.supervisor import logs, operate
+from gpuckpt.supervisor.child import Child
+from gpuckpt.supervisor.model import Policy, RunState
+from gpuckpt.supervisor.operate import Worker
+from gpuckpt.supervisor.state import Run
+from gpuckpt.supervisor.traffic import Traffic
+from tests.serving import PATIENCE_S, Stage, stage
+
+__all__ = ["stage"]
+
+SHORT = OSError(errno.EMFILE, "Too many open files")
+
+
+class Rehearsed:
+    """A run whose operations succeed, but for those named in ``fails``: these raise what is no error of ours."""
+
+    def __init__(self) -> None:
+        self.fails: dict[str, Exception] = {}
+        child = SimpleNamespace(pid=os.getpid(), exited=asyncio.get_running_loop().create_future())
+        self.run = run = Run(cast("Child", child), cast("Any", self), Traffic(hold_s=10.0, max_waiting=10), Policy(timeout_s=1.0))
+        run.holdings = cast("Any", self)
+        self.down = False
+
+    def __getattr__(self, name: str) -> Any:
+        async def act(*_: object) -> Any:
+            if name in self.fails:
+                raise self.fails[name]
+            if name in ("suspend", "resume"):
+                self.down = name == "suspend"
+            return True if name == "healthy" else Report(name, True, True)
+
+        return act
+
+    async def sleep(self, *_: object) -> None:
+        if "sleep" in self.fails:
+            raise self.fails["sleep"]
+
+    def interrupt(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("fails", "order", "left"),
+    [
+        ("check", "suspend", RunState.AWAKE),
+        ("sleep", "suspend", RunState.AWAKE),
+        ("suspend", "suspend", RunState.AWAKE),
+        ("suspend room", "suspend", RunState.SUSPENDED),
+        ("suspend wake", "suspend", RunState.SUSPENDED),
+        ("suspend healthy", "suspend", RunState.SUSPENDED),
+        ("resume", "resume", RunState.SUSPENDED),
+        ("wake", "resume", RunState.SUSPENDED),
+        ("healthy", "resume", RunState.SUSPENDED),
+    ],
+)
+def test_whatever_is_raised_leaves_a_way_out(fails: str, order: str, left: RunState) -> None:
+    async def play() -> None:
+        made = Rehearsed()
+        run = made.run
+        run.changed.append(lambda _: 1 // 0)  # who cannot be told is no reason either
+        await asyncio.wait_for(run.until(RunState.AWAKE), 10)
+        if order == "resume":
+            await run.suspend("command")
+        made.fails = dict.fromkeys(fails.split(), SHORT)
+        with pytest.raises(errors.GpuckptError, match="Too many open files"):
+            await asyncio.wait_for(run.suspend("command") if order == "suspend" else run.resume("command"), 10)
+        assert run.state is left
+        assert run.traffic.is_open == (left is RunState.AWAKE)
+        made.fails = {}
+        await asyncio.wait_for(run.traffic.enter(), 10)
+        assert run.state is RunState.AWAKE, "a request finds it awake, or wakes it"
+        run.traffic.leave()
+        await asyncio.wait_for(run.suspend("command"), 10)
+        assert not run.lost.done()
+        await run.close()
+
+    asyncio.run(play())
+
+
+def test_an_operation_whose_process_cannot_be_started_has_begun_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none() -> None:
+        raise SHORT
+
+    monkeypatch.setattr(operate, "ready", none)
+    with pytest.raises(errors.GpuckptError, match="Too many open files; nothing was begun") as e:
+        asyncio.run(Worker().run("suspend", [1]))
+    assert e.value.exit_code != 3
+
+
+def test_a_control_request_that_makes_no_sense_touches_nothing(stage: Stage) -> None:
+    told: list[object] = [
+        *({"command": "suspend", "drain_s": d} for d in ("abc", -1, True, [], float("nan"), float("inf"), 1e300)),
+        *({"command": c} for c in (["suspend"], {}, None, 1, "sleep")),
+        *([], 1, "suspend", None, {}, {"command": "suspend", "schema": 2}),
+        *({"command": "give-way", **w} for w in ({}, {"within_s": "soon"}, {"within_s": None})),
+        {"command": "hold"},
+        {"command": "hold", "gpus": None, "by": "x"},
+        {"command": "hold", "gpus": "GPU-0", "by": "x", "within_s": 1},
+        {"command": "hold", "gpus": [1], "by": "x", "within_s": 1},
+        {"command": "hold", "gpus": None, "by": 1, "within_s": 1},
+        {"command": "to-disk"},
+    ]
+    lines = [json.dumps({"schema": 1, **t} if isinstance(t, dict) else t) for t in told]
+    run = stage.run("--share").awake()
+    for line in (*lines, "[" * 100_000):
+        with socket.socket(socket.AF_UNIX) as s:
+            s.settimeout(PATIENCE_S)
+            s.connect(str(stage.runtime / "m.sock"))
+            s.sendall(line.encode() + b"\n")
+            answer = json.loads(s.makefile("rb").readline())
+        assert answer["error"]["code"] == "usage", (line[:100], answer)
+    assert run.state == "awake"
+    assert not run.became("draining")
+    assert run.suspended().complete(id=1).status == 200
+
+
+def test_a_listener_without_descriptors_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(logs.of_the_loop())
+        await asyncio.start_server(lambda _r, w: w.close(), sock=listening, backlog=1000)
+        with socket.create_connection(listening.getsockname()[:2]):
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    with caplog.at_level("WARNING"), Short() as listening:
+        listening.bind(("127.0.0.1", 0))
+        asyncio.run(play())
+    assert [r.getMessage() for r in caplog.records] == [
+        "no connection can be accepted now, so clients wait: [Errno 24] Too many open files"
+    ]
+
+
+class Short(socket.socket):
+    """A socket of a process that may open no more files."""
+
+    def accept(self) -> Any:
+        raise SHORT
