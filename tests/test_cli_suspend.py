@@ -139,7 +139,7 @@ def test_busy_for_less(machine: Machine) -> None:
 def test_one_busy_member_takes_all_back(machine: Machine) -> None:
     one, two = machine.target(), machine.target()
     two.ask("busy 30")
-    result = machine.gpuckpt("suspend", one.pid, two.pid, "--timeout", "0.3")
+    result = machine.gpuckpt("suspend", one.pid, two.pid, "--timeout", "1")
     assert (result.code, result.error["pid"]) == (124, two.pid)
     assert result.states == {one.pid: "running", two.pid: "running"}
     assert one.unharmed()

@@ -83,9 +83,9 @@ def test_whatever_is_raised_leaves_a_way_out(fails: str, order: str, left: RunSt
         assert run.state is left
         assert run.traffic.is_open == (left is RunState.AWAKE)
         made.fails = {}
-        await asyncio.wait_for(run.traffic.enter(), 10)
+        begun = await asyncio.wait_for(run.traffic.enter(), 10)
         assert run.state is RunState.AWAKE, "a request finds it awake, or wakes it"
-        run.traffic.leave()
+        run.traffic.leave(begun)
         await asyncio.wait_for(run.suspend("command"), 10)
         assert not run.lost.done()
         await run.close()
