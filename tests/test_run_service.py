@@ -18,6 +18,7 @@ import pytest
 
 from gpuckpt.supervisor import notify
 from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.places import alive
 from tests.conftest import COMMAND, eventually
 from tests.serving import Stage, stage
 
@@ -98,6 +99,32 @@ def test_it_is_not_started_again_for_ever_and_logs_json(stage: Stage) -> None:
     assert {"time", "level", "run", "logger", "message"} == set(lines[0])
     assert {line["run"] for line in lines} == {"m"}
     assert [line["level"] for line in lines if "again in" in line["message"]] == ["warning", "warning"]
+
+
+def test_stop_between_two_lives(stage: Stage) -> None:
+    words = [COMMAND, "run", "--name", "m", "--restart", "on-failure", "--", "sh", "-c", "exit 3"]
+    with subprocess.Popen(words, env=stage.environ, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "again in 2 s (2 of 5)" in line:
+                break
+        path = stage.runtime / "m.sock"
+        eventually(lambda: alive(path), "it answers while it waits")
+        assert ask(path, "status")["error"]["code"] == "run-not-ready"
+        assert "ended with 3, and is started again" in ask(path, "suspend")["error"]["message"]
+        assert not ask(path, "hold", gpus=None, by="x", within_s=1)["held"]
+        assert ask(path, "stop")["ok"]
+        assert "is started again" not in process.stderr.read()
+        assert process.wait(30) == 3
+
+
+def ask(path: Path, command: str, **options: Any) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as s:
+        s.settimeout(30)
+        s.connect(str(path))
+        s.sendall(json.dumps({"schema": 1, "command": command, **options}).encode() + b"\n")
+        answer: dict[str, Any] = json.loads(s.makefile("rb").readline())
+        return answer
 
 
 def test_metrics_are_those_of_the_documents(stage: Stage) -> None:

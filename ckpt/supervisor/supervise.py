@@ -24,6 +24,7 @@ from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
 from gpuckpt.supervisor import adopt, idle, logs, paths, vllm
 from gpuckpt.supervisor.admin import Admin
+from gpuckpt.supervisor.between import told_to_end
 from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
 from gpuckpt.supervisor.control import ControlServer, Peer
@@ -102,22 +103,11 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
         delay_s = min(RESTART_MOST_S, RESTART_S * 2 ** (failures - 1))
         log.warning("it ended with %d; started again in %g s (%d of %d)", code, delay_s, failures, RESTARTS)
         notify(f"STATUS=ended with {code}, is started again")
-        if await _told_to_end(signals, delay_s):
+        if await told_to_end(signals, ENDING, place.control, code, delay_s):
             return code
         if address is not None:  # the port, which may have been chosen for it; the host as it was given, for it may be several addresses
             options = dataclasses.replace(options, listen=(options.listen[0], address[1]))
         place.clear()
-
-
-async def _told_to_end(signals: asyncio.Queue[int], within_s: float) -> bool:
-    until = time.monotonic() + within_s
-    while (left := until - time.monotonic()) > 0:
-        try:
-            if await asyncio.wait_for(signals.get(), left) in ENDING:
-                return True
-        except TimeoutError:
-            break
-    return False
 
 
 async def _one_life(
