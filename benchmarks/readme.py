@@ -156,9 +156,8 @@ def comparison() -> str:
         "| one torch process of its own each; seconds | suspend, first / later | resume, first / later | left on the GPU | host memory | same answers |"
     ]
     rows.append("|---|---|---|---|---|---|")
-    held = max(
-        r["held_mib"] for r in found["rows"]
-    )  # the processes are of one making; of one that came after another NVML may still count that
+    # The processes are of one making. When one came after another NVML may still have counted that.
+    held = max(r["held_mib"] for r in found["rows"])
     for tool, f in found["summary"].items():
         down, up = (f"{f[f'first_{c}_s']:.2f} / {f[f'later_{c}_s']:.2f}" for c in ("suspend", "resume"))
         mine = [r for r in found["rows"] if r["tool"] == tool]

@@ -169,8 +169,8 @@ class Walk:
         calls: dict[ProcessId, Pending] = {}
         not_made: list[Failure] = []
         initialise = phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus())
-        together = phase.call in (Call.COMMS, Call.COMMS_RESUME)
-        known = self._ranks() if together else ()  # asked for now: an agent that is at work has no time for it
+        # asked for now: an agent that is at work has no time for it
+        known = self._ranks() if phase.call in (Call.COMMS, Call.COMMS_RESUME) else ()
         if phase.call in plan.AGENT_CALLS:
             assert self.record is not None
             left_s = max(0.05, self.deadline - begun)
@@ -209,8 +209,8 @@ class Walk:
                 self.say(
                     phase.call, f"stopping: the driver cannot be interrupted in a {phase.call}; waiting for it (Ctrl-C again: leave it)"
                 )
-            if together and self._in_vain(known, [c.process for c in waiting]):
-                together, limit = False, min(limit, world.now() + BEREFT_GRACE_S)
+            if known and self._in_vain(known, [c.process for c in waiting]):
+                known, limit = (), min(limit, world.now() + BEREFT_GRACE_S)
             world.wait(waiting, min(limit, world.now() + 0.25) if self._watch else limit)
             self._seconds |= {c.process.pid: round(world.now() - begun, 4) for c in waiting if c.outcome is not None}
             self.say(phase.call)
@@ -231,7 +231,7 @@ class Walk:
         """Whether each of *waiting* shares a communicator with a member that has ended, and waits for ever. *known*: before the calls."""
         assert self.record is not None
         gone = {m.id.pid for m in self.record.members if not self.world.alive(m.id)}
-        left = ranks.bereft([r for r in known if r.pid not in gone]) if gone and known else {}
+        left = ranks.bereft([r for r in known if r.pid not in gone]) if gone else {}
         return all(p.pid in left for p in waiting)
 
     def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float, gpu_map: Mapping[str, str]) -> Failure | None:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from tests.conftest import Machine
 
 
+def three_come(machine: Machine, meeting: str) -> None:
+    """Wait until three ranks are inside NCCL, where they wait for the fourth."""
+    place = machine.world.path / "comms" / meeting
+    eventually(lambda: place.exists() and len(list(place.iterdir())) == 3, "three ranks have come to their communicator")
+
+
 def test_a_rank_that_dies_before_anything_is_lost(machine4: Machine) -> None:
     ranks = job(machine4)
     others = [r for r in ranks if r is not ranks[2]]
@@ -38,8 +44,7 @@ def test_a_rank_that_dies_in_its_communicators(machine4: Machine) -> None:
     ranks = job(machine4)
     machine4.world.add_fault("comms", pid=ranks[2].pid, hang=True)
     running = machine4.begin("suspend", ranks[0].pid, "--timeout", "1s")
-    entered = machine4.world.path / "comms" / "tp-1-suspend"
-    eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
+    three_come(machine4, "tp-1-suspend")
     ranks[2].kill()
     result = running.end()
     assert result.code == 3, result
@@ -70,8 +75,7 @@ def test_a_rank_that_dies_in_the_way_back_of_its_communicators(machine4: Machine
     assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
     machine4.world.add_fault("comms-resume", pid=ranks[2].pid, hang=True)
     running = machine4.begin("resume", ranks[0].pid, "--timeout", "10m")
-    entered = machine4.world.path / "comms" / "tp-2-resume"
-    eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
+    three_come(machine4, "tp-2-resume")
     ranks[2].kill()
     result = running.end()
     assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "comms-resume"), result
@@ -84,8 +88,7 @@ def test_a_rank_that_is_stopped_in_its_communicators(machine4: Machine) -> None:
     ranks = job(machine4)
     machine4.world.add_fault("comms", pid=ranks[2].pid, hang=True)
     running = machine4.begin("suspend", ranks[0].pid, "--timeout", "1s")
-    entered = machine4.world.path / "comms" / "tp-1-suspend"
-    eventually(lambda: entered.exists() and len(list(entered.iterdir())) == 3, "three ranks have come to their communicator")
+    three_come(machine4, "tp-1-suspend")
     ranks[2].stop()
     result = running.end()
     assert (result.code, result.error["code"]) == (3, "in-flight"), result

@@ -96,6 +96,29 @@ out["same_hazards"], out["verified"] = a.hazards() == before, verified
     assert (out["suspended"], out["same_hazards"], out["verified"]) == ([False] * 3, True, ["registered:a"])
 
 
+def test_what_cannot_come_back_after_a_refusal_stays_a_hazard(nccl_run: Run) -> None:
+    out = nccl_run(
+        BEGIN
+        + """
+from gpuckpt.agent.communicators import AsFoundError
+for name in "ab":
+    c = communicator(new, name, carried=True)
+    register(c.pointer, c.library.path, name=name, carried=True)
+a = NcclCommunicators()
+try:
+    a.suspend()
+except Exception as e:
+    out["said"], out["as_found"] = str(e), isinstance(e, AsFoundError)
+out["hazards"] = a.hazards()
+""",
+        FAKE_NCCL_ncclCommSuspend_b="5",
+        FAKE_NCCL_ncclCommResume_a="3",
+    )
+    assert "registered:a (rank 0 of 2) broke while it was to be resumed" in out["said"]
+    assert out["as_found"] is False
+    assert "refuses to suspend registered:b" in out["hazards"][0]
+
+
 def test_one_that_breaks_stays_a_hazard(nccl_run: Run) -> None:
     out = nccl_run(
         BEGIN

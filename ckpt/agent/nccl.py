@@ -60,7 +60,6 @@ class NcclCommunicators:
     def suspend(self) -> None:
         from gpuckpt.nccl import suspend
         from gpuckpt.nccl.communicators import listing
-        from gpuckpt.nccl.verify import verify
 
         seen = listing()
         self._seen = (*seen.communicators, *seen.alone)
@@ -68,14 +67,11 @@ class NcclCommunicators:
         self._suspended = outcome.done  # what was found suspended belongs to its owner, and stays so
         if outcome.error is None:
             return
-        if outcome.broken is None:  # refused: its peers are, too, and all go back to where they were
-            back = suspend.resume(outcome.done)
-            if back.ok:
-                verify(outcome.done, VERIFY_DEADLINE_S)
-                self._suspended = None
-                raise AsFoundError(str(outcome.error)) from outcome.error
-            outcome = back
         self._broken = str(outcome.error)
+        if outcome.broken is None:  # refused: its peers are, too, and all go back to where they were
+            self.resume()
+            self._broken = ""
+            raise AsFoundError(str(outcome.error)) from outcome.error
         outcome.raise_for_error()
 
     def resume(self) -> None:
