@@ -12,7 +12,7 @@ from gpuckpt.inspect import ranks
 from gpuckpt.journal import Member, Record
 from gpuckpt.model import GpuProcess, GpuReport, Hazard, Inventory, Membership, ProcessId, ProcessReport, State, Status
 from gpuckpt.walk import Walk
-from gpuckpt.words import HELD, word
+from gpuckpt.words import HELD, let_go, word
 from gpuckpt.world import Claim
 
 ERRORS_OF_HAZARDS: dict[str, type[GpuckptError]] = {
@@ -24,7 +24,6 @@ ERRORS_OF_HAZARDS: dict[str, type[GpuckptError]] = {
     "mig": errors.Mig,
     "host-memory": errors.HostMemory,
 }
-
 
 #: Hazards that are not the driver's alone.
 OF_POOLS_TOO = frozenset({"stopped", "host-memory"})
@@ -82,12 +81,9 @@ class Group(Walk):
 
     def refuse_stopped(self, members: Iterable[Member]) -> None:
         for m in members:
-            if self.world.stopped(m.id):
-                raise errors.Stopped(
-                    f"{self.world.describe(m.id.pid)} is stopped; every driver call on it would hang",
-                    hint=f"kill -CONT {m.id}",
-                    pid=m.id.pid,
-                )
+            if halted := self.world.halted(m.id):
+                words = f"{self.world.describe(m.id.pid)} is {halted}; every driver call on it would hang"
+                raise errors.Stopped(words, hint=let_go(halted, [m.id.pid]), pid=m.id.pid)
 
     def refuse_unanswered(self) -> None:
         """Before a resume acts: every process must answer, and none may be stopped."""
@@ -151,7 +147,7 @@ class Group(Walk):
             if not outside and beside == self.beside and all(states[p.id] is p.state for p in inventory.processes):
                 return inventory, targets
             self.release()
-            self.check_deadline("inspect")
+            self.deadline.check(self.world.now(), "inspect")
             self.beside = beside
             targets = [t for t in (*targets, *outside) if t not in beside]
             inventory = self.inspect(targets, tree)
@@ -188,10 +184,10 @@ class Group(Walk):
         """Meet the other hosts, if there are any. True if nothing is left to do on any."""
         if not self.barrier.several:
             return already
-        patience_s = self.patience_s(nbytes)
+        patience_s = self.deadline.patience_s(nbytes)
         with self.step("meet"):
             return self.barrier.join(
-                inventory, pid, already=already, part=part, deadline=self.deadline, patience_s=patience_s, note=self._note
+                inventory, pid, already=already, part=part, deadline=self.deadline.at, patience_s=patience_s, note=self._note
             )
 
     def _note(self, membership: Membership) -> None:
@@ -203,7 +199,7 @@ class Group(Walk):
             self.guards.clear()
 
     def claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
-        return self.world.claim(sorted(processes), self.deadline if until is None else until)
+        return self.world.claim(sorted(processes), self.deadline.at if until is None else until)
 
     def group_to_resume(self, targets: Sequence[int], tree: bool) -> tuple[Record | None, Inventory]:
         """The journal's group where it knows one, else what the driver says of the targets' group.

@@ -216,7 +216,7 @@ def _calls(walk: Walk, call: Call, specs: Mapping[ProcessId, Mapping[str, Any]])
     before = len(world.interruptions)
     with walk.step(call):
         assert walk.record is not None
-        limit = max(walk.deadline, world.now()) + plan.image_call_s(sum(g.nbytes or 0 for m in walk.record.members for g in m.gpus))
+        limit = max(walk.deadline.at, world.now()) + plan.image_call_s(walk.nbytes)
         pending, failures = {}, []
         for p, spec in specs.items():
             try:

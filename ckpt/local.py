@@ -137,7 +137,7 @@ class LocalWorld:
                     pid=p.pid,
                 )
         near = {pid for others in related.values() for pid in others}
-        able = [procs[pid].id for pid in {*members, *near} if pid in procs and not self.stopped(procs[pid].id)]  # others keep us waiting
+        able = [procs[pid].id for pid in {*members, *near} if pid in procs and not self.halted(procs[pid].id)]  # others keep us waiting
         self._said |= self.agents.hellos(p for p in able if p not in self._said)
         hellos = {p.pid: hello for p in able if (hello := self._said.get(p))}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
@@ -242,7 +242,7 @@ class LocalWorld:
             proc = processes.read(process.pid)
             if proc is None or proc.start_ticks != process.start_ticks:
                 found[process] = State.GONE
-            elif proc.stopped or processes.frozen(process.pid, self.root):
+            elif processes.halted(process, self.root):
                 found[process] = State.BLOCKED  # the driver would not answer
             else:
                 try:
@@ -271,15 +271,14 @@ class LocalWorld:
         return outcome.state or State.UNKNOWN
 
     def ranks(self, processes_: Iterable[ProcessId]) -> tuple[Rank, ...]:
-        hellos = self.agents.hellos(p for p in processes_ if processes.is_same(p) and not self.stopped(p))
+        hellos = self.agents.hellos(p for p in processes_ if processes.is_same(p) and not self.halted(p))
         return _ranks_of({p.pid: hello for p, hello in hellos.items()})
 
     def silent(self, process: ProcessId) -> bool:
         return self._said.get(process) is None
 
-    def stopped(self, process: ProcessId) -> bool:
-        proc = processes.read(process.pid)
-        return proc is not None and (proc.stopped or processes.frozen(process.pid, self.root))
+    def halted(self, process: ProcessId) -> str:
+        return processes.halted(process, self.root)
 
     def alive(self, process: ProcessId) -> bool:
         return processes.is_same(process)
@@ -341,6 +340,8 @@ class LocalWorld:
         return self.agents.start(call, processes_, operation, timeout_s, movable, keep)
 
     def wait(self, pending: Collection[Any], until: float) -> None:
+        if any(p.call is Call.CHECKPOINT for p in pending):
+            from gpuckpt.image import preload  # noqa: F401 - the report will need it, and now is time
         before = len(self._signals)
         self.callers.wait(pending, until, None if len(self._signals) != before else self._wake)
         with contextlib.suppress(OSError):

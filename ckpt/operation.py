@@ -51,7 +51,7 @@ class Operation(Reporting):
             self.method, self.beside = by, frozenset(along)
             inventory = self.inspect(targets, tree)
             self.refuse_hazards(h for h in inventory.hazards if h.kind == "stopped")  # a claim on it may be held for as long as it is
-            self.set_deadline(sum(p.nbytes for p in inventory.processes))
+            self.deadline.set(sum(p.nbytes for p in inventory.processes))
             inventory, targets = self.claim_group(inventory, targets, tree)
             self.refuse_the_lost(inventory)
             down = method.suspended(self, inventory)
@@ -106,14 +106,14 @@ class Operation(Reporting):
                 record, inventory = self.group_to_resume(targets, tree)
             while record is not None:
                 self.refuse_stopped(record.members)
-                self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
+                self.deadline.set(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
                 self.check_interruption()
                 self.claims.append(self.claim(m.id for m in record.members))
                 before, (record, inventory) = record, self.group_to_resume(targets, tree)
                 if record is not None and self.timeless(record) == self.timeless(before):
                     break
                 self.release()  # another command was at it while we waited
-                self.check_deadline("inspect")
+                self.deadline.check(self.world.now(), "inspect")
             if record is None:
                 if not self.join(inventory, targets[0], already=True, part=self.part_in(()), nbytes=0):
                     self.agree(END)  # other hosts have something to do: they need our votes
@@ -148,7 +148,7 @@ class Operation(Reporting):
     def recover(self, record: Record) -> Report | None:
         """Finish or undo the operation that *record* tells of; None if another command did so meanwhile."""
         with self.holding([m.id.pid for m in record.members]):
-            self.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
+            self.deadline.set(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
             self.claims.append(self.claim((m.id for m in record.members), until=self.world.now()))
             self.record = next((r for r in self.world.journal.records() if r.id == record.id), None)
             if self.record is None or self.timeless(self.record) != self.timeless(record):

@@ -12,7 +12,7 @@ from gpuckpt.inspect import processes
 from gpuckpt.journal import Member, Record, void_words
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
-from gpuckpt.words import BY_POOL, HELD
+from gpuckpt.words import BY_POOL, HELD, let_go
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
         ):
             continue
         left = proc.id in busy and _left_behind(proc.id, record)
-        word, note = _word(state, proc.stopped, proc.id in busy, left, record, member, pid in contexts)
+        halted = processes.halted(proc.id, world.root) if proc.stopped or state is State.BLOCKED else ""
+        word, note = _word(pid, state, halted, proc.id in busy, left, record, member, pid in contexts)
         if record is not None and record.membership is not None:
             note = "; ".join(n for n in (note, _with_others(record.membership)) if n)
         nbytes = world.image_bytes(proc.id) if word == "suspended" else 0
@@ -137,7 +138,7 @@ def _left_behind(process: ProcessId, record: Record | None) -> bool:
 
 
 def _word(
-    state: State, stopped: bool, busy: bool, left: bool, record: Record | None, member: Member | None, has_context: bool
+    pid: int, state: State, halted: str, busy: bool, left: bool, record: Record | None, member: Member | None, has_context: bool
 ) -> tuple[str, str]:
     if member is not None and member.lost:
         return "lost", member.lost
@@ -150,10 +151,10 @@ def _word(
             )
             return "in-flight", f"a driver call of a gpuckpt that has ended is still under way{middle}"
         return (str(record.status) if record and record.status is not Status.SUSPENDED else "in-flight"), "another gpuckpt is at work on it"
-    if stopped:
+    if halted:
         if record is not None and record.status is Status.SUSPENDED and not has_context:
-            return "suspended", "stopped by a signal: kill -CONT before a resume"
-        return "stopped", "stopped by a signal: the driver would not answer"
+            return "suspended", f"{halted}: before a resume, {let_go(halted, [pid])}"
+        return "stopped", f"{halted}: the driver would not answer"
     if state is State.BLOCKED:
         return "in-flight", member.waiting if member else "the driver does not answer: a call on it is under way"
     if record is not None and record.status is not Status.SUSPENDED:

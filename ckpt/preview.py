@@ -28,7 +28,7 @@ class Preview(Group):
         """What a suspend would do; ``details["plan"]`` has it. Touches nothing."""
         self.method, self.beside = by, frozenset(along)
         inventory = self.inspect(targets, tree)
-        self.set_deadline(sum(p.nbytes for p in inventory.processes))
+        self.deadline.set(sum(p.nbytes for p in inventory.processes))
         now = {p.id: p.state for p in inventory.processes}
         down = method.suspended(self, inventory)
         already = len(down) == len(now) and not self.left_in_the_middle(inventory)
@@ -55,7 +55,7 @@ class Preview(Group):
             already=already and keep_in == keeping.RAM and not refused,
             refused=refused,
             movable={str(p.pid): dataclasses.asdict(p.movable) for p in inventory.processes if p.movable},
-            timeout_seconds=self.deadline - self._begun,
+            timeout_seconds=self.deadline.limit_s,
             host_bytes_needed=inventory.needed_host_bytes,
             host_bytes_available=available,
             host_limit=inventory.host_room.limit if inventory.host_room else "",

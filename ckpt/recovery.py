@@ -37,7 +37,7 @@ def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[
     reports = []
     for record in unfinished(world):
         operation = Operation(world, "recover", timeout_s=timeout_s, tell=tell)
-        operation.set_deadline(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
+        operation.deadline.set(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
         try:
             while (report := _tried(operation, record)) is _AGAIN:
                 world.wait((), world.now() + _POLL_S)
@@ -58,7 +58,7 @@ def _tried(operation: Operation, record: Record) -> Report | None:
         return operation.recover(record)
     except errors.Busy as e:
         world = operation.world
-        if e.pid is not None or world.now() >= operation.deadline or any(world.stopped(m.id) for m in record.members):
+        if e.pid is not None or world.now() >= operation.deadline.at or any(world.halted(m.id) for m in record.members):
             raise
     return _AGAIN
 

@@ -11,7 +11,7 @@ from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Gpu, GpuBytes, Inventory, ProcessId, State, Status
 from gpuckpt.walk import Walk
-from gpuckpt.words import duration, size
+from gpuckpt.words import duration, let_go, size
 
 
 def gpu_map_for(walk: Walk, wished: Mapping[str, str], to_gpu: str) -> dict[str, str]:
@@ -58,7 +58,7 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
     before = len(walk.world.interruptions)
     needed = need(walk, gpu_map)
     gpus = [g for g in walk.world.gpus() if g.uuid in needed]
-    walk.claims.append(walk.world.claim_gpus(gpus, max(until, walk.deadline)))
+    walk.claims.append(walk.world.claim_gpus(gpus, max(until, walk.deadline.at)))
     with walk.step("room"):
         while True:
             coming = unclaimed_restores(walk, needed)
@@ -120,11 +120,12 @@ def unclaimed_restores(walk: Walk, uuids: Collection[str]) -> list[ProcessId]:
 
 
 def still_coming(walk: Walk, process: ProcessId) -> GpuckptError:
-    stopped = f"kill -CONT {process}, then " if walk.world.stopped(process) else "when it has ended, "
+    halted = walk.world.halted(process)
+    then = f"{let_go(halted, [process.pid])}, then " if halted else "when it has ended, "
     return errors.Busy(
         f"{walk.world.describe(process.pid)} was left in the middle on the same GPU, and may still take its memory back; "
         "nothing was restored; the suspended process is intact",
-        hint=f"{stopped}gpuckpt recover",
+        hint=f"{then}gpuckpt recover",
         pid=process.pid,
         step="room",
     )

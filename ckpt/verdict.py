@@ -8,13 +8,14 @@ from typing import Any
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Call, Outcome, ProcessId, State
+from gpuckpt.words import let_go
 
 
-def left_in_flight(who: str, call: Call, process: ProcessId, caller_pid: int, *, stopped: bool, interrupted: bool) -> GpuckptError:
+def left_in_flight(who: str, call: Call, process: ProcessId, caller_pid: int, *, halted: str, interrupted: bool) -> GpuckptError:
     """A driver's *call* that had not returned by the deadline, or when somebody would not wait for it (*interrupted*)."""
     until = "when it was interrupted a second time" if interrupted else "by the deadline"
     then = "it unlocks itself when the driver grants it" if call is Call.LOCK else f"the driver goes on with the {call}"
-    first = f"pid {process} is stopped: kill -CONT {process}, then " if stopped else "when it has ended, "
+    first = f"pid {process} is {halted}: {let_go(halted, [process.pid])}, then " if halted else "when it has ended, "
     return errors.InFlight(
         f"{call} of {who} had not returned {until}; its caller (pid {caller_pid}) was left to itself: {then}",
         hint=f"{first}gpuckpt recover",

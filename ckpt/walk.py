@@ -10,11 +10,13 @@ from typing import Any
 
 from gpuckpt import errors, plan, verdict
 from gpuckpt.barrier import Alone, Barrier
+from gpuckpt.deadline import Deadline
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import ranks
 from gpuckpt.journal import Record
 from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Rank, Report, State, Status, Step
+from gpuckpt.words import let_go
 from gpuckpt.world import Claim, Pending, World
 
 #: What an agent does without being asked, when its controller is gone.
@@ -76,8 +78,7 @@ class Walk:
         self._tell = tell
         self._watch = watch and tell is not None
         self._begun = world.now()
-        self._timeout_s = timeout_s
-        self.deadline = self._begun + (timeout_s if timeout_s is not None else plan.default_timeout_s(0))
+        self.deadline = Deadline(self._begun, timeout_s)
         self.claims: list[Claim] = []
         self.guards: dict[ProcessId, Pending] = {}
         self.group_before: dict[str, int] = {}  # bytes that the group held on each GPU when the operation began
@@ -137,7 +138,7 @@ class Walk:
         while phase := plan.next_phase(self.now, goal, self.agents, self.movable):
             if stop:
                 self.check_interruption()
-                self.check_deadline(phase.call)
+                self.deadline.check(self.world.now(), phase.call)
             if phase.call is Call.CHECKPOINT and before_checkpoint is not None:
                 before_checkpoint()
                 before_checkpoint = None
@@ -173,7 +174,7 @@ class Walk:
         known = self._ranks() if phase.call in (Call.COMMS, Call.COMMS_RESUME) else ()
         if phase.call in plan.AGENT_CALLS:
             assert self.record is not None
-            left_s = max(0.05, self.deadline - begun)
+            left_s = max(0.05, self.deadline.at - begun)
             calls.update(
                 world.ask(
                     phase.call,
@@ -189,7 +190,7 @@ class Walk:
                 calls[process] = world.start(
                     phase.call,
                     process,
-                    timeout_s=max(0.05, self.deadline - begun),
+                    timeout_s=max(0.05, self.deadline.at - begun),
                     gpu_map=gpu_map,
                     initialise=initialise,
                     claims=self.claims,
@@ -197,7 +198,7 @@ class Walk:
             except CallError as e:  # no process can be started: those that were are waited for
                 self.now[process] = world.states([process])[process]
                 not_made.append(Failure(process, self._error(phase.call, process, Outcome(e.result), self.now[process], gpu_map)))
-        limit = self._limit(phase.call, begun)
+        limit = self.deadline.limit(phase.call, begun, self.nbytes)
         asked_to_stop = len(world.interruptions)
         while waiting := [c for c in calls.values() if c.outcome is None]:
             if world.now() >= limit or len(world.interruptions) >= 2:
@@ -223,7 +224,7 @@ class Walk:
         """What the members that live have in communicators; nothing where not all of them can say."""
         assert self.record is not None
         alive = [m.id for m in self.record.members if m.agent and self.world.alive(m.id)]
-        if self.barrier.several or any(self.world.stopped(p) for p in alive):
+        if self.barrier.several or any(self.world.halted(p) for p in alive):
             return ()
         return self.world.ranks(alive)
 
@@ -276,8 +277,8 @@ class Walk:
         if call in plan.AGENT_CALLS:
             gone = [p for p, state in self.now.items() if state is State.GONE]
             return Failure(process, self._with_stopped(verdict.agent_in_flight(who, call, process, gone)))
-        stopped, interrupted = self.world.stopped(process), len(self.world.interruptions) >= 2
-        return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, stopped=stopped, interrupted=interrupted))
+        halted, interrupted = self.world.halted(process), len(self.world.interruptions) >= 2
+        return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, halted=halted, interrupted=interrupted))
 
     def _waits(self, process: ProcessId, what: str) -> None:
         self.now[process] = State.BLOCKED
@@ -293,9 +294,10 @@ class Walk:
 
     def _with_stopped(self, error: GpuckptError) -> GpuckptError:
         """*error* of an agent, and which members are stopped: the others wait for these in what they do together."""
-        if stopped := [str(p) for p in self.now if self.world.stopped(p)]:
-            error.message += f"; pid {', '.join(stopped)} is stopped, for which its group waits"
-            error.hint = f"kill -CONT {' '.join(stopped)}, then {error.hint or 'gpuckpt recover'}"
+        if halted := {p.pid: why for p in self.now if (why := self.world.halted(p))}:
+            why = next(iter(halted.values()))
+            error.message += f"; pid {', '.join(map(str, halted))} is {why}, for which its group waits"
+            error.hint = f"{let_go(why, halted)}, then {error.hint or 'gpuckpt recover'}"
         return error
 
     def look(self) -> None:
@@ -338,30 +340,15 @@ class Walk:
                 raise
             self.warnings.append(f"{e.message}; it still says {self.record.status} as before")
 
-    def set_deadline(self, nbytes: int, extra_s: float = 0.0) -> None:
-        if self._timeout_s is None:
-            self._timeout_s = plan.default_timeout_s(nbytes) + extra_s
-        self.deadline = self._begun + self._timeout_s
-
-    def _limit(self, call: Call, begun: float) -> float:
-        """When a call that has not returned is left to itself. One that moves memory gets as long as its bytes may take."""
-        assert self.record is not None
-        if call not in plan.MOVES_BYTES:
-            return max(self.deadline, begun) + min(2.0, self._timeout_s or 2.0)
-        return max(self.deadline, begun) + self.patience_s(sum(g.nbytes or 0 for m in self.record.members for g in m.gpus))
-
-    def patience_s(self, nbytes: int) -> float:
-        """How long a checkpoint or restore of *nbytes* may take beyond the deadline: it cannot be cancelled."""
-        return max(plan.default_timeout_s(nbytes) - plan.default_timeout_s(0), self._timeout_s or 0.0, 2.0)
+    @property
+    def nbytes(self) -> int:
+        """What the members held on their GPUs when they were found."""
+        return sum(g.nbytes or 0 for m in self.record.members for g in m.gpus) if self.record else 0
 
     def check_interruption(self) -> None:
         if self.world.interruptions:
             signum = self.world.interruptions[0]
             raise errors.Interrupted("interrupted; everything is as it was found", signum=signum)
-
-    def check_deadline(self, step: str) -> None:
-        if self.world.now() >= self.deadline:
-            raise errors.Deadline(f"the deadline passed before {step}; everything is as it was found", hint="a longer --timeout", step=step)
 
     def seconds(self) -> float:
         return self.world.now() - self._begun
@@ -372,7 +359,7 @@ class Walk:
         now = start = None
         if self._watch and self.record is not None and not message:
             on = {g.uuid for m in self.record.members for g in m.gpus}
-            start = sum(g.nbytes or 0 for m in self.record.members for g in m.gpus)
+            start = self.nbytes
             used, others = self.usage()
             now = sum(max(0, used.get(u, 0) - others.get(u, 0)) for u in on)
         self._tell(Progress(str(step), message, now, start))

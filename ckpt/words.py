@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gpuckpt.model import State
+
+#: Why a process stands still, whatever it is told.
+STOPPED, FROZEN = "stopped", "in a frozen cgroup"
+
+
+def let_go(halted: str, pids: Iterable[int]) -> str:
+    """What to do so that *pids*, which are *halted*, go on."""
+    return f"kill -CONT {' '.join(map(str, pids))}" if halted == STOPPED else "thaw its cgroup (docker unpause, systemctl thaw)"
 
 
 def size(nbytes: int | None) -> str:

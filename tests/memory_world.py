@@ -157,9 +157,9 @@ class MemoryWorld:
     def silent(self, process: ProcessId) -> bool:
         return not self.machine.has_agent(process.pid)
 
-    def stopped(self, process: ProcessId) -> bool:
-        self.point("stopped")
-        return process.pid in self.machine.stopped
+    def halted(self, process: ProcessId) -> str:
+        self.point("halted")
+        return "stopped" if process.pid in self.machine.stopped else ""
 
     def alive(self, process: ProcessId) -> bool:
         self.point("alive")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from gpuckpt.driver import caller
 from gpuckpt.driver.caller import Callers, Pending
 from gpuckpt.driver.simulated import SimulatedWorldDir
 from gpuckpt.inspect import processes
@@ -89,6 +93,29 @@ def test_a_call_on_another_process_under_the_same_pid_is_not_made(callers: Calle
     assert outcome(callers, callers.start(Call.LOCK, successor, timeout_s=5)).result == "STALE"
     assert state(callers, successor) is State.GONE
     assert state(callers, target) is State.RUNNING
+
+
+def test_a_lock_that_went_to_a_successor_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pid was somebody else's by the time the driver locked it."""
+    answers = iter([True, False])
+    monkeypatch.setattr(processes, "is_same", lambda _: next(answers))
+    monkeypatch.setattr(caller, "_name", lambda _: None)
+    backend = Mock()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        caller._serve({"call": "lock", "pid": 7, "start_ticks": 1, "timeout_s": 1.0}, theirs, backend, None)
+        assert json.loads(ours.recv(1 << 16))["result"] == "STALE"
+    assert [c[0] for c in backend.method_calls] == ["lock", "unlock"]
+
+
+def test_a_signal_goes_to_a_process_and_not_to_its_successor() -> None:
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        me = processes.read(sleeper.pid).id
+        assert not processes.send(ProcessId(me.pid, me.start_ticks + 1), signal.SIGKILL)
+        assert sleeper.poll() is None
+        assert processes.send(me, signal.SIGKILL)
+        assert sleeper.wait(10) == -signal.SIGKILL
+    assert not processes.send(me, signal.SIGKILL)
 
 
 def test_a_killed_caller_has_vanished_and_a_dead_helper_is_replaced(callers: Callers, target: ProcessId, world: SimulatedWorldDir) -> None:

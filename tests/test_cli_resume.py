@@ -227,6 +227,30 @@ def test_stopped_while_suspended(machine: Machine) -> None:
     assert target.unharmed()
 
 
+def test_frozen_while_suspended(machine: Machine) -> None:
+    target = machine.target()
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+    machine.lay({f"proc/{target.pid}/cgroup": "3:freezer:/pod/a\n", "sys/fs/cgroup/freezer/pod/a/freezer.state": "FROZEN\n"})
+    (row,) = machine.gpuckpt("status", target.pid).document["processes"]
+    assert row["state"] == "suspended"
+    result = machine.gpuckpt("resume", target.pid)
+    assert (result.code, result.error["code"]) == (6, "stopped")
+    assert "thaw" in result.error["hint"]
+    assert "kill" not in result.error["hint"]
+    machine.lay({"sys/fs/cgroup/freezer/pod/a/freezer.state": "THAWED\n"})
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
+def test_a_deadline_that_has_passed_leaves_no_unlock_behind(machine: Machine) -> None:
+    target = machine.target()
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+    result = machine.gpuckpt("resume", target.pid, "--timeout", "1ms")
+    assert (result.code, result.states) == (0, {target.pid: "running"}), result.stderr
+    assert machine.records() == []
+    assert target.unharmed()
+
+
 def test_no_persistence_mode(machine: Machine) -> None:
     machine.gpu(0, persistence=False)
     target = machine.target()

@@ -201,6 +201,9 @@ def test_in_a_frozen_cgroup(machine: Machine) -> None:
     result = machine.gpuckpt("suspend", target.pid)
     assert (result.code, result.error["code"]) == (6, "stopped")
     assert "frozen cgroup" in result.error["message"]
+    assert "thaw" in result.error["hint"]
+    (row,) = machine.gpuckpt("status", target.pid).document["processes"]
+    assert (row["state"], row["note"]) == ("stopped", "in a frozen cgroup: the driver would not answer")
 
 
 def test_found_locked_by_another_tool(machine: Machine) -> None:

@@ -259,6 +259,14 @@ def test_bindings_of_cuda_12_restore_but_not_onto_other_gpus(library: Path, tmp_
     assert found[1]["code"] == "bindings-too-old"
 
 
+def test_a_storage_of_the_callers_own_is_refused_before_anything_is_called(library: Path, tmp_path: Path) -> None:
+    """From CUDA 13.4 on the driver has it, and no adapter yet."""
+    log = tmp_path / "log"
+    found = outcomes(library, case("checkpoint", 1, storage="any"), case("restore", 1, {}, initialise=False, storage="any"), log=log)
+    assert [f["result"] for f in found] == ["NOT_SUPPORTED"] * 2
+    assert not log.exists() or "cuCheckpointProcess" not in log.read_text()
+
+
 def test_no_bindings_at_all(library: Path, tmp_path: Path) -> None:
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "__init__.py").touch()

@@ -32,6 +32,22 @@ class CallError(Exception):
         self.result = result
 
 
+class Storage(Protocol):
+    """Where a checkpoint's bytes go instead of the process's own host memory: what CUDA calls custom storage, from 13.4 (driver 615) on.
+    There the driver maps the memory of *pid* into the caller, whose work the copy is: a call of ``copy`` for each GPU, and the checkpoint
+    or restore is complete when the last has returned. No adapter takes one yet: they answer ``NOT_SUPPORTED``."""
+
+    def copy(self, gpu: int, address: int, nbytes: int, stream: int) -> None:
+        """Move *nbytes* between the device memory at *address*, as the caller sees it, and the storage. May leave work on *stream*."""
+        ...
+
+
+def refuse_storage(call: str, storage: Storage | None) -> None:
+    """What an adapter that takes none says, before it calls anything."""
+    if storage is not None:
+        raise CallError(call, "NOT_SUPPORTED")
+
+
 class Driver(Protocol):
     """The checkpoint calls on a process from outside. Each may block for as long as it likes: callers of their own make them.
 
@@ -59,14 +75,17 @@ class Driver(Protocol):
         """
         ...
 
-    def checkpoint(self, pid: int) -> None:
-        """Move all GPU memory of a locked process to host memory. ``NOT_SUPPORTED``: managed memory and the like; still locked."""
+    def checkpoint(self, pid: int, storage: Storage | None = None) -> None:
+        """Move all GPU memory of a locked process to its host memory, or to *storage*. ``NOT_SUPPORTED``: managed memory and the like,
+        or a storage that this driver cannot have; still locked."""
         ...
 
-    def restore(self, pid: int, gpu_map: Mapping[str, str], *, initialise: bool) -> None:
-        """Bring it back, locked. *gpu_map* maps old to new UUID: empty, or naming every GPU that the kernel driver sees.
+    def restore(self, pid: int, gpu_map: Mapping[str, str], *, initialise: bool, storage: Storage | None = None) -> None:
+        """Bring it back, locked, from where it was moved to. *gpu_map* maps old to new UUID: empty, or naming every GPU that the kernel
+        driver sees.
 
-        Any failure is final: no later restore of *pid* can succeed. *initialise*: call ``cuInit`` first (no persistence mode).
+        Any failure is final: no later restore of *pid* can succeed. *initialise*: call ``cuInit`` first (no persistence mode). But a
+        *storage* that this driver cannot have is ``NOT_SUPPORTED`` before anything is called.
         """
         ...
 

@@ -221,6 +221,8 @@ def serve(control: socket.socket, name: str) -> None:
         backend = driver(name)
     except GpuckptError as e:
         problem = e
+    from gpuckpt.image import preload  # noqa: F401 - while nobody waits yet: each caller would import it for itself
+
     while True:
         try:
             data, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 64)
@@ -280,6 +282,10 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
             answer = {"result": f"gpuckpt:{e.code}", "message": e.message, "hint": e.hint}
         except Exception as e:  # noqa: BLE001 - whatever it is, the controller must hear of it
             answer = {"result": f"gpuckpt:{getattr(e, 'code', 'failed')}", "message": f"{type(e).__name__}: {e}"}
+    if call is Call.LOCK and answer["result"] == "SUCCESS" and backend is not None and not is_same(process):
+        with contextlib.suppress(CallError):  # it ended just before, and this is who has its pid now
+            backend.unlock(process.pid)
+        answer = {"result": "STALE"}
     answer["seconds"] = time.monotonic() - begun
     wanted = _send(reply, answer)
     if call is Call.LOCK and answer["result"] == "SUCCESS" and backend is not None:

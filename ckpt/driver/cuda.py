@@ -10,13 +10,14 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
-from gpuckpt.driver.api import OLDEST_CUDA, CallError, Driver
+from gpuckpt.driver.api import OLDEST_CUDA, CallError, Driver, refuse_storage
 from gpuckpt.model import Call, ProcessId, State
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
+    from gpuckpt.driver.api import Storage
     from gpuckpt.image.memory import Memory
 
 _LONGEST_TIMEOUT_MS = (1 << 32) - 1  # timeoutMs is an unsigned int
@@ -88,13 +89,15 @@ class CudaDriver(Driver):
         args.timeoutMs = _timeout_ms(timeout_s)
         self._call(Call.LOCK, "cuCheckpointProcessLock", pid, args)
 
-    def checkpoint(self, pid: int) -> None:
+    def checkpoint(self, pid: int, storage: Storage | None = None) -> None:
+        refuse_storage(Call.CHECKPOINT, storage)
         self._call(Call.CHECKPOINT, "cuCheckpointProcessCheckpoint", pid, None)
 
-    def restore(self, pid: int, gpu_map: Mapping[str, str], *, initialise: bool) -> None:
+    def restore(self, pid: int, gpu_map: Mapping[str, str], *, initialise: bool, storage: Storage | None = None) -> None:
         """As in :class:`Driver`. These end before the driver was asked to restore, so *pid* is as it was:
         ``CallError`` with ``call == "cuInit"``, ``BindingsTooOld`` (a map needs cuda-bindings 13), ``ValueError`` (not a GPU's UUID).
         """
+        refuse_storage(Call.RESTORE, storage)
         args = self._restore_args(gpu_map) if gpu_map else None
         if initialise:
             self._call("cuInit", "cuInit", 0)

@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from gpuckpt.driver.api import CallError, DriverVersion
+from gpuckpt.driver.api import CallError, DriverVersion, Storage, refuse_storage
 from gpuckpt.driver.simulated_proc import look, stopped
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu, SimulatedProcess
 from gpuckpt.driver.simulated_store import POLL_S, SUCCESS, Fault, SimulatedWorldDir, StateLostError, World
@@ -68,10 +68,12 @@ class SimulatedDriver:
     def lock(self, pid: int, timeout_s: float) -> None:
         self._call(Call.LOCK, pid, timeout_s=max(1, math.ceil(timeout_s * 1000)) / 1000)
 
-    def checkpoint(self, pid: int) -> None:
+    def checkpoint(self, pid: int, storage: Storage | None = None) -> None:
+        refuse_storage(Call.CHECKPOINT, storage)
         self._call(Call.CHECKPOINT, pid)
 
-    def restore(self, pid: int, gpu_map: Mapping[str, str], *, initialise: bool) -> None:
+    def restore(self, pid: int, gpu_map: Mapping[str, str], *, initialise: bool, storage: Storage | None = None) -> None:
+        refuse_storage(Call.RESTORE, storage)
         self._call(Call.RESTORE, pid, gpu_map=gpu_map, initialise=initialise)
 
     def unlock(self, pid: int) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from gpuckpt import words
 from gpuckpt.inspect import processes
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.model import Gpu, GpuProcess, Hazard
@@ -24,24 +25,9 @@ _NCCL_SOCKET = re.compile(r"@tmp/nccl-socket-(\d+)-(\w+)")
 def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT, communicators: Collection[int] | None = None) -> list[Hazard]:
     """Hazards that one process carries alone. *communicators*: its ranks in those that its agent can suspend, None without one."""
     found = []
-    if proc.stopped:
-        found.append(
-            Hazard(
-                "stopped",
-                f"pid {process.pid} is stopped (state {proc.state}); every driver call on it would hang",
-                f"kill -CONT {process.pid}",
-                process.pid,
-            )
-        )
-    elif processes.frozen(process.pid, root):
-        found.append(
-            Hazard(
-                "stopped",
-                f"pid {process.pid} lies in a frozen cgroup; every driver call on it would hang",
-                "thaw the cgroup first (docker unpause, systemctl thaw)",
-                process.pid,
-            )
-        )
+    if halted := words.STOPPED if proc.stopped else processes.halted(process.id, root):
+        said = f"pid {process.pid} is {halted}; every driver call on it would hang"
+        found.append(Hazard("stopped", said, words.let_go(halted, [process.pid]), process.pid))
     targets = _open_files(process.pid)
     for part, what in PINNING_FILES.items():
         if any(part in t for t in targets):

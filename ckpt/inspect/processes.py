@@ -1,18 +1,21 @@
-"""Operating-system processes: who they are, who started whom, and which belong together. Reads ``/proc``, changes nothing.
+"""Operating-system processes: who they are, who started whom, and which belong together. Reads ``/proc``.
 
 Cgroups are read below ``root``, so that a test can lay them out in a directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
+import signal
 import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpuckpt.model import ProcessId
+from gpuckpt.words import FROZEN, STOPPED
 
 ROOT = Path("/")
 
@@ -84,6 +87,40 @@ def is_same(process: ProcessId) -> bool:
     """True if *process* still lives, and the pid was not reused."""
     proc = read(process.pid)
     return proc is not None and proc.start_ticks == process.start_ticks
+
+
+def halted(process: ProcessId, root: Path = ROOT) -> str:
+    """Why every driver call on *process* would hang: ``words.STOPPED``, ``words.FROZEN``; "" if neither is so."""
+    proc = read(process.pid)
+    if proc is None or proc.start_ticks != process.start_ticks:
+        return ""
+    if proc.stopped:
+        return STOPPED
+    return FROZEN if frozen(process.pid, root) else ""
+
+
+def send(process: ProcessId, signum: int) -> bool:
+    """Send *signum* to exactly *process*, never to one that has its pid by now. False if it has ended. Raises ``PermissionError``."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return False
+    except OSError:  # Linux before 5.3: what is left of the race is the time of one call
+        if not is_same(process):
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signum)
+            return True
+        return False
+    try:
+        if not is_same(process):
+            return False
+        signal.pidfd_send_signal(fd, signum)
+        return True
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:

@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpuckpt.inspect.processes import KEEPER, peer_of, table
+from gpuckpt.inspect.processes import KEEPER, peer_of, send, table
+from gpuckpt.model import ProcessId
 
 #: How long what is left of the tree may take after the command itself has ended, in seconds.
 LEFTOVER_GRACE_S = 3.0
@@ -136,9 +137,8 @@ class Keeper:
     def kill(self) -> None:
         """SIGKILL to every descendant: its group first, then whoever made a session of its own."""
         self._signal(signal.SIGKILL)
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in below(os.getpid()):
+            send(process, signal.SIGKILL)
 
     def _reap(self) -> bool:
         """Reap who ended. False once there is no child left."""
@@ -158,9 +158,8 @@ class Keeper:
         given_up = grace_ends + DEATH_S
         while self._reap() and time.monotonic() < given_up:
             if time.monotonic() >= grace_ends:
-                for pid in descendants(os.getpid()):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                for process in below(os.getpid()):
+                    send(process, signal.SIGKILL)
             time.sleep(_POLL_S)
 
     def _tell(self, **message: Any) -> None:
@@ -170,15 +169,21 @@ class Keeper:
 
 
 def descendants(pid: int) -> list[int]:
+    """The pid of every live process below *pid*, parents first."""
+    return [p.pid for p in below(pid)]
+
+
+def below(pid: int) -> list[ProcessId]:
     """Every live process below *pid*, parents first."""
-    children: dict[int, list[int]] = {}
+    children: dict[int, list[ProcessId]] = {}
     for proc in table().values():
-        children.setdefault(proc.ppid, []).append(proc.pid)
-    found, frontier = [], [pid]
+        children.setdefault(proc.ppid, []).append(proc.id)
+    found: list[ProcessId] = []
+    frontier = [pid]
     while frontier:
         for child in children.get(frontier.pop(), []):
             found.append(child)
-            frontier.append(child)
+            frontier.append(child.pid)
     return found
 
 

@@ -42,6 +42,7 @@ def child(words: list[str]) -> None:
     import gpuckpt.cli.main as program
     from gpuckpt.driver import caller, nvml
     from gpuckpt.inspect import processes
+    from gpuckpt.journal import Journal
 
     mark("imported: the program, callers, NVML")
     marked(caller, "driver", "helper: the driver's bindings")
@@ -50,6 +51,9 @@ def child(words: list[str]) -> None:
     marked(nvml.NvmlDevices, "_initialise", "NVML")
     marked(nvml.NvmlDevices, "gpus", "look at the GPUs")
     marked(processes, "table", "process table")
+    marked(Journal, "save", "journal: save")
+    marked(Journal, "audit", "journal: audit")
+    marked(os, "fsync")
     end = os._exit
 
     def ended(code: int) -> None:
