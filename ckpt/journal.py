@@ -265,6 +265,8 @@ def state_directory(environ: Mapping[str, str], uid: int) -> Path:
     """Where the journal lies: ``GPUCKPT_STATE_DIR``, else ``/var/lib/gpuckpt`` for root, else under ``XDG_STATE_HOME``."""
     if chosen := environ.get("GPUCKPT_STATE_DIR"):
         return Path(chosen)
+    if simulated := environ.get("GPUCKPT_SIMULATE"):  # a record of simulated processes means nothing to a driver, or to another directory's
+        return Path(simulated) / "state"
     if uid == 0:
         return Path("/var/lib/gpuckpt")
     return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "gpuckpt"

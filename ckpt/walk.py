@@ -17,7 +17,7 @@ from gpuckpt.inspect import ranks
 from gpuckpt.journal import Record
 from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Rank, Report, State, Status, Step
 from gpuckpt.words import let_go
-from gpuckpt.world import Claim, Pending, World
+from gpuckpt.world import Claim, Pending, World, usage
 
 #: What an agent does without being asked, when its controller is gone.
 _BACK_BY_ITSELF = (Call.COMMS_RESUME, Call.ONLOAD, Call.UNQUIESCE)
@@ -314,19 +314,8 @@ class Walk:
                 self.record = self.record.with_member(process, waiting="")
 
     def usage(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes used on each GPU, and by processes outside the group: of one moment, or somebody's allocation would count as ours."""
-        held = self.world.held()
-        for _ in range(3):
-            gpus, before, held = self.world.gpus(), held, self.world.held()
-            if held == before:
-                break
-        used = {g.uuid: g.total_bytes - g.free_bytes for g in gpus if g.total_bytes and g.free_bytes is not None}
-        mine, others = {p.pid for p in self.now}, dict.fromkeys(used, 0)
-        for pid, on in held.items():
-            if pid not in mine:
-                for uuid, nbytes in on.items():
-                    others[uuid] = others.get(uuid, 0) + (nbytes or 0)
-        return used, others
+        """As :func:`gpuckpt.world.usage`, *mine* being the group."""
+        return usage(self.world, {p.pid for p in self.now})
 
     def save(self, *, required: bool = False, **changes: Any) -> None:
         """Write the record. Before anything was done a failure is raised (*required*); later it is only told: going on, or back,

@@ -144,3 +144,19 @@ class World(Protocol):
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> Claim:
         """Hold *gpus* for a resume, in UUID order. Raises :class:`gpuckpt.errors.Busy`."""
         ...
+
+
+def usage(world: World, mine: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes used on each GPU, and by processes other than *mine*: of one moment, or somebody's allocation would count as ours."""
+    held = world.held()
+    for _ in range(3):
+        gpus, before, held = world.gpus(), held, world.held()
+        if held == before:
+            break
+    used = {g.uuid: g.total_bytes - g.free_bytes for g in gpus if g.total_bytes and g.free_bytes is not None}
+    others = dict.fromkeys(used, 0)
+    for pid, on in held.items():
+        if pid not in mine:
+            for uuid, nbytes in on.items():
+                others[uuid] = others.get(uuid, 0) + (nbytes or 0)
+    return used, others

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gpuckpt.journal import state_directory
 from gpuckpt.model import GIB, Call, State
 from tests.conftest import eventually
 from tests.test_cli_targets import no_pid
@@ -235,3 +236,9 @@ def test_the_dead_are_recovered(machine: Machine) -> None:
     machine.rewrite(members=member(record, pid=no_pid()))
     assert "ended; the entry was removed" in machine.gpuckpt("recover").document["recovered"][0]
     assert machine.records() == []
+
+
+def test_simulated_processes_are_not_in_the_journal_of_real_ones(tmp_path: Path) -> None:
+    one, other = {"GPUCKPT_SIMULATE": str(tmp_path / "a")}, {"GPUCKPT_SIMULATE": str(tmp_path / "b")}
+    assert len({state_directory(environ, 0) for environ in ({}, one, other)}) == 3
+    assert state_directory({**one, "GPUCKPT_STATE_DIR": "/chosen"}, 0) == Path("/chosen")

@@ -23,6 +23,9 @@ MEASURED_BYTES = 256 * MIB
 ROOM_TO_MEASURE = GIB
 _COMPILE = "install a C compiler (gcc), then in the sources of gpuckpt: pip install --force-reinstall --no-deps --no-cache-dir ."
 
+#: Which command shows what could be freed.
+_WHO = "`ps -eo rss,pid,args --sort -rss | head` shows who has most of it"
+
 
 def host_memory(subject: Subject) -> Iterator[Check]:
     """What is on the GPUs fits into host memory: each process by its own limits, and all GPUs together."""
@@ -49,9 +52,14 @@ def host_memory(subject: Subject) -> Iterator[Check]:
         who = ", ".join(subject.name(pid) for pid in unknown)
         yield Check(name, "warning", f"the driver does not tell how much {who} holds on the GPUs: what follows leaves it out")
     if held > host.meminfo(root).get("MemAvailable", held):
-        yield Check(name, "warning", f"{said}: not all of them can be suspended at once", "suspend some, or add RAM")
+        yield Check(name, "warning", f"{said}: not all of them can be suspended at once", f"{_WHO}; suspend some at a time, or add RAM")
     elif total_gpu > total_ram:
-        yield Check(name, "warning", f"{said}: GPUs that are full cannot all be suspended at once", "suspend some, or add RAM")
+        yield Check(
+            name,
+            "warning",
+            f"{said}: GPUs that are full cannot all be suspended at once",
+            "suspend some of them at a time (`gpuckpt ps` lists them), or add RAM",
+        )
     else:
         yield Check(name, "ok", said)
 
@@ -60,7 +68,7 @@ def _room_fix(limit: str, need_bytes: int) -> str:
     if " of /" in limit:
         need = _whole_gib(need_bytes)
         return f"raise {limit} to {need} GiB or more: the pod's memory limit, or `docker update --memory {need}g --memory-swap -1 NAME`"
-    return "free host memory, add RAM, or give the program less GPU memory (vLLM: --gpu-memory-utilization)"
+    return f"{_WHO}; free some, add RAM, or give the program less GPU memory (vLLM: --gpu-memory-utilization)"
 
 
 def pod_memory(subject: Subject) -> Iterator[Check]:
@@ -155,7 +163,7 @@ def ray(subject: Subject) -> Iterator[Check]:
 def _ray_fix(limit: host.RayLimit, nbytes: int) -> str:
     share = math.ceil(limit.usage(nbytes) * 100 + 1) / 100
     if share >= 1:
-        return "suspend less at a time, free host memory, or give the node more: no threshold makes room for it"
+        return f"{_WHO}; free some, suspend less at a time, or give the node more: no threshold makes room for it"
     return f"start Ray with {host.RAY_THRESHOLD}={share:.2f}, or {host.RAY_REFRESH}=0 to switch the monitor off"
 
 
