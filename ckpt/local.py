@@ -111,11 +111,11 @@ class LocalWorld:
     # Looking.
 
     def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto") -> Inventory:
+        procs = processes.table()  # first: NVML may still be on its way
         refusals.check_driver(self.devices.version())
         self._said.clear()
         gpus = self.devices.gpus()
         held = self.devices.processes()
-        procs = processes.table()
         void = self.void()
         for target in (*targets, *along):
             refusals.check_target(target, self.me.pid, self.command, procs, void)

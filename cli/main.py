@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import Any
 
@@ -48,6 +49,7 @@ class Lazy(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Run. What the caller hears is what was done, also where nothing can be printed."""
         streams.secure()
+        gc.set_threshold(50_000)  # what is imported stays: to look through it again and again takes 5 % of a command
         try:
             return super().main(*args, **kwargs)
         finally:

@@ -118,7 +118,9 @@ class NvmlDevices(Devices):
 
     def _load(self) -> None:
         with contextlib.suppress(Exception):
-            self._initialise()
+            nvml = self._initialise()
+            for index, handle in self._handles(nvml):  # the first look at a GPU takes 7 ms
+                _gpu(nvml, index, handle)
 
     def _initialise(self) -> Any:
         if self._initialised is None:
