@@ -1,6 +1,6 @@
 """Bad days of a torch.distributed job on N GPUs: kill -9 of gpuckpt anywhere in a suspend and a resume, ranks that hang or die.
 
-usage: RANKS=N ranks_bad_days.py [KILLS] [hangs] [deaths]        with a word, only that part beside the kills
+usage: RANKS=N ranks_bad_days.py [KILLS] [hangs] [deaths]        with a word, only that part beside the kills; or the step of one death
 
 KILLS (default 6) of each command, spread over its whole time; after each `gpuckpt recover`, and `resume` if it says that the job is suspended: the sums
 must be exact. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in its communicators' way back: the command ends by its deadline,
@@ -227,8 +227,8 @@ try:
         if not r.check(f"a rank hangs ({when}): it is named, in time; when it goes on every sum is exact", held and row["exact"], row):
             break
     deaths: list[dict[str, Any]] = []
-    for when in DEATHS if "deaths" in parts else ():
-        if not budget.allows(walls["suspend"] + walls["resume"] + 2 * DEADLINE_S + (10 if SIMULATED else 40)):
+    for when in DEATHS if "deaths" in parts else [w for w in DEATHS if w in parts]:
+        if not budget.allows(walls["suspend"] + walls["resume"] + 2 * DEADLINE_S + (10 if SIMULATED else 25)):
             budget.step(f"no time for a rank that dies: {when}")
             continue
         budget.end()
