@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpuckpt.driver.api import CallError
 from gpuckpt.driver.simulated_rules import TRAITS
-from gpuckpt.driver.simulated_store import SimulatedWorldDir, StateLostError
+from gpuckpt.driver.simulated_store import SimulatedWorldDir
+from gpuckpt.driver.simulated_world import StateLostError
 
 if TYPE_CHECKING:
     import subprocess

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from gpuckpt.driver.api import CallError, DriverVersion, Storage, refuse_storage
 from gpuckpt.driver.simulated_proc import look, stopped
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu, SimulatedProcess
-from gpuckpt.driver.simulated_store import POLL_S, SUCCESS, Fault, SimulatedWorldDir, StateLostError, World
+from gpuckpt.driver.simulated_store import POLL_S, SimulatedWorldDir
+from gpuckpt.driver.simulated_world import SUCCESS, Fault, StateLostError, World
 from gpuckpt.errors import NoDriver
 from gpuckpt.model import Call, Gpu, ProcessId, State
 
