@@ -1,7 +1,8 @@
 """`vllm serve --enable-sleep-mode` with GPUCKPT_AGENT=1, suspended by its pid: weights and KV cache by vLLM's allocator, then the driver;
 and by the driver alone, in turn. usage: vllm_sleep.py MODEL [N] [pool] [-- VLLM ARGS]
 
-N suspends with each method (3). ``pool``: with gpuckpt.pool in the place of vLLM's allocator. ``EXEC=1``: under `gpuckpt exec`, that is with the preload library. Ends after LIMIT_S (235) seconds in any case, and with it all that it started: a cycle that would not fit
+N suspends with each method (3). ``pool``: with gpuckpt.pool in the place of vLLM's allocator. ``EXEC=1``: under `gpuckpt exec`, that is with the preload library;
+and then by the driver alone once more, with the library told of nothing (``alone``). Ends after LIMIT_S (235) seconds in any case, and with it all that it started: a cycle that would not fit
 any more is left out, and that is noted. With GPUCKPT_SIMULATE it runs against tests/vllm_tree: that tries the script, and nothing else.
 """
 
@@ -123,7 +124,10 @@ def steps(document: dict[str, Any]) -> dict[str, float]:
 def cycle(method: str, reference: Any, flying: Asking | None = None) -> dict[str, Any]:
     """One suspend by *method*, and the resume. ``good``: it did, nothing is left on the GPU, and the answers are *reference*."""
     row: dict[str, Any] = {"method": method, "gpu_mib": used_mib()}
-    code, down, row["suspend_wall_s"] = gpuckpt("suspend", server.pid, "--method", method, timeout=max(5.0, left_s()))
+    if method == "alone":
+        os.environ["GPUCKPT_PRELOAD"] = "0"  # the library is told of nothing
+    code, down, row["suspend_wall_s"] = gpuckpt("suspend", server.pid, "--method", method.replace("alone", "driver"), timeout=max(5.0, left_s()))
+    row["image"] = [p.get("image") for p in down.get("processes", [])]
     row |= {"suspend": code, "suspend_s": down.get("seconds"), "down": steps(down), "left_mib": used_mib() - empty, "way": down.get("method"), "error": down.get("error"), "warnings": down.get("warnings")}
     row["moved"] = [p.get("moved") for p in down.get("processes", [])]
     row["states"] = [p.get("state") for p in down.get("processes", [])]
@@ -131,6 +135,7 @@ def cycle(method: str, reference: Any, flying: Asking | None = None) -> dict[str
     if code == 0:
         code, up, row["resume_wall_s"] = gpuckpt("resume", server.pid, "--wait", "5s", timeout=max(5.0, left_s()))
         row |= {"resume": code, "resume_s": up.get("seconds"), "up": steps(up), "error": up.get("error"), "warnings": (row["warnings"] or []) + (up.get("warnings") or [])}
+    os.environ.pop("GPUCKPT_PRELOAD", None)
     if code == 0:
         if flying:
             flying.join(60)
@@ -190,8 +195,9 @@ try:
         raise SystemExit
 
     # 2. In turn: what vLLM's allocator holds first and the driver the rest; the driver alone.
-    takes = {"auto": 20.0, "driver": 5.0 + used_mib() / 1024 * 1.0}  # seconds of a cycle: a guess until there is one
-    wanted = [m for _ in range(n) for m in ("auto", "driver")]
+    takes = {"auto": 20.0, "driver": 5.0 + used_mib() / 1024 * 1.0, "alone": 45.0}  # seconds of a cycle: a guess until there is one
+    methods = ("auto", "driver", *(["alone"] if under_exec and not pooled else []))
+    wanted = [m for _ in range(n) for m in methods]
     for i, method in enumerate(wanted):
         if left_s() < takes[method] * 1.2:
             r.note(f"left_out_{i}", f"{method}: {left_s():.0f} s left, it takes {takes[method]:.0f}")
@@ -211,10 +217,10 @@ try:
     whole = all(x.get("resume") == 0 for x in rows)
     r.check("every cycle: same text and logprobs", whole and all(x["same_text"] and x["same_logprobs"] for x in rows), [[x["method"], x.get("same_text"), x.get("same_logprobs")] for x in rows])
     r.check("0 MiB above the empty card while suspended", all(x["left_mib"] <= 0 for x in rows), [x["left_mib"] for x in rows])
-    r.check("both ways were taken", {x["method"] for x in rows} == {"auto", "driver"} and all(("offload" in x["down"]) == (x["method"] == "auto") for x in rows))
+    r.check("every way was taken", {x["method"] for x in rows} == set(methods) and all(("offload" in x["down"]) == (x["method"] == "auto") for x in rows))
     if not SIMULATED:
         r.check("case 47: after a suspend that dropped the KV cache nothing is found in it", all(x["prefix_hits"] == 0 for x in rows if x["method"] == "auto"), [[x["method"], x.get("prefix_hits")] for x in rows])
-    for method in ("auto", "driver"):
+    for method in methods:
         mine = [x for x in rows if x["method"] == method and x.get("resume") == 0]
         if mine:
             later = mine[1:] or mine
