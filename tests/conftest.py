@@ -22,7 +22,7 @@ import pytest
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 from gpuckpt.image import keeper, preload
 from gpuckpt.model import GIB, Call, State
-from tests import image_machine
+from tests import image_machine, zygote
 from tests.image_suspended import Suspended
 from tests.nccl_programs import compile_fakes, program
 from tests.simulated_bench import Bench
@@ -212,8 +212,14 @@ class Machine:
 
     def begin(self, *arguments: str | int, json: bool = True, prefix: tuple[str, ...] = (), **environ: str) -> Running:
         words = [*prefix, COMMAND, *map(str, arguments), *(["--json"] if json else [])]
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**self.environ, **environ}
+        process = (subprocess.Popen if prefix else zygote.Popen)(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.path,
+            env={**self.environ, **environ},
         )
         self.commands.append(process)
         return Running(process)
@@ -273,10 +279,9 @@ class Machine:
 
     def kill_callers(self) -> None:
         """End what still makes driver calls here. Callers outlive their command by design."""
-        mark = f"GPUCKPT_SIMULATE={self.world.path}".encode()
         for directory in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if (directory / "comm").read_text().startswith("gpuckpt-") and mark in (directory / "environ").read_bytes().split(b"\0"):
+                if (directory / "comm").read_text().startswith("gpuckpt-") and (directory / "cwd").readlink() == self.path:
                     os.kill(int(directory.name), signal.SIGKILL)
 
     def records(self) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ import pytest
 
 from gpuckpt.driver.simulated import SimulatedWorldDir
 from gpuckpt.model import State
+from tests import zygote
+from tests.conftest import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 ROUNDS = 7
 AS_FOUND = (1, 5, 6, 124, 130, 143, -signal.SIGINT, -signal.SIGTERM)  # the last two: before it had begun
 CALLERS = tuple(f"gpuckpt-{call}"[:15] for call in ("lock", "checkpoint", "restore", "unlock"))
-GPUCKPT = [sys.executable, "-c", "from gpuckpt.cli.main import main; main()"]
 PATIENCE_S = 30.0
 
 
@@ -50,7 +51,9 @@ class Bench:
         return [str(t.pid) for t in self.targets]
 
     def gpuckpt(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen([*GPUCKPT, *arguments], env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return zygote.Popen(
+            [COMMAND, *arguments], cwd=self.directory, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def run(self, *arguments: str) -> tuple[int, dict[str, Any]]:
         command = self.gpuckpt(*arguments, "--json")
@@ -78,7 +81,7 @@ class Bench:
         for path in Path("/proc").iterdir():
             if path.name.isdecimal():
                 try:
-                    if (path / "comm").read_text().startswith(names) and str(self.directory).encode() in (path / "environ").read_bytes():
+                    if (path / "comm").read_text().startswith(names) and (path / "cwd").readlink() == self.directory:
                         found.append(int(path.name))
                 except OSError:
                     continue

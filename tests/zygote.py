@@ -1,0 +1,163 @@
+"""The `gpuckpt` program without the time that an interpreter takes to start: a process that has imported it forks itself for each command.
+
+A test starts hundreds of commands. Each of these is a process of its own, with the arguments, environment, directory and descriptors that
+it was given, and runs ``main`` from its first line; only what it would import is there already. Its name in the process table is this file's.
+What is about the start itself (imports, signals before it) is tested with ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+from typing import Any
+
+_MESSAGE_BYTES = 1 << 17
+
+
+class Popen(subprocess.Popen[Any]):
+    """As ``subprocess.Popen([COMMAND, *arguments])``, for the arguments that it takes here."""
+
+    _status: socket.socket
+
+    def _execute_child(self, args: Any, *options: Any) -> None:  # type: ignore[override]
+        _, preexec_fn, _, pass_fds, cwd, env, _, _, shell, *pipes = options
+        assert (preexec_fn, bool(pass_fds), shell) == (None, False, False)
+        new_session = pipes[11]
+        standard = [fd if fd != -1 else own for fd, own in zip((pipes[0], pipes[3], pipes[5]), (0, 1, 2), strict=True)]
+        order = {
+            "arguments": [os.fspath(a) for a in args],
+            "cwd": os.fspath(cwd or "."),
+            "env": dict(os.environ if env is None else env),
+            "session": new_session,
+        }
+        self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(_zygote()[0], [json.dumps(order).encode()], [*standard, theirs.fileno()])
+        self.pid = int(self._status.recv(64))
+        self._child_created = True
+        self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        try:
+            return self.pid, int(self._status.recv(64, socket.MSG_DONTWAIT if wait_flags else 0))
+        except BlockingIOError:
+            return 0, 0
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+    def _handle_exitstatus(self, status: int) -> None:
+        super()._handle_exitstatus(status)  # type: ignore[misc]
+        self._status.close()
+
+
+def run(args: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run(args, capture_output=True, text=True)``."""
+    with Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=60)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+
+@functools.cache
+def _zygote() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Started at the first command, and gone when its socket is: with this process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        words = [sys.executable, __file__, str(theirs.fileno())]
+        return ours, subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+
+# The other side.
+
+
+def serve(control: socket.socket) -> None:
+    """Fork for each order, and tell how each child ended, until nobody can order any more."""
+    import importlib
+
+    from gpuckpt.cli import main
+
+    for module, _ in main.COMMANDS.values():
+        importlib.import_module(f"gpuckpt.cli.{module}")
+    import gpuckpt.driver.simulated
+    import gpuckpt.image.preload
+    import gpuckpt.local
+    import gpuckpt.operation
+    import gpuckpt.supervisor.supervise  # noqa: F401
+
+    gc.freeze()  # what is there is shared with every child
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not control:
+                    pid, status = key.data
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    with contextlib.suppress(OSError), status:
+                        status.send(str(os.waitpid(pid, 0)[1]).encode())
+                    continue
+                data, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 4)
+                if not data:
+                    os._exit(0)
+                status = socket.socket(fileno=fds[3])
+                pid = os.fork()
+                if pid == 0:
+                    _become(json.loads(data), fds)
+                for fd in fds[:3]:
+                    os.close(fd)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
+                with contextlib.suppress(OSError):
+                    status.send(str(pid).encode())
+
+
+def _become(order: dict[str, Any], fds: list[int]) -> None:
+    """Be the program."""
+    code = 1
+    try:
+        for fd, standard in zip(fds, (0, 1, 2), strict=False):
+            os.dup2(fd, standard)
+        os.closerange(3, 1 << 12)
+        if order["session"]:
+            os.setsid()
+        os.chdir(order["cwd"])
+        os.environ.clear()
+        os.environ.update(order["env"])
+        sys.argv = order["arguments"]
+        for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+            stream = open(fd, "r" if fd == 0 else "w", closefd=False, errors="backslashreplace" if fd == 2 else None)  # noqa: SIM115
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        from gpuckpt.cli.main import main
+
+        main()
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
