@@ -1,8 +1,8 @@
 """The `gpuckpt` program without the time that an interpreter takes to start: a process that has imported it forks itself for each command.
 
-A test starts hundreds of commands. Each of these is a process of its own, with the arguments, environment, directory and descriptors that
-it was given, and runs ``main`` from its first line; only what it would import is there already. Its name in the process table is this file's.
-What is about the start itself (imports, signals before it) is tested with ``subprocess``.
+A test starts hundreds of commands. Each of these is a process of its own, with the arguments, environment, directory and descriptors
+that it was given, and runs ``main`` from its first line; only what it would import is there already. Its name and environment in the
+process table are this file's. What is about the start itself (imports, signals before it) is tested with ``subprocess``.
 """
 
 from __future__ import annotations
