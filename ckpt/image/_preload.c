@@ -20,10 +20,8 @@
  * no stdio, no lock of the loader (no dladdr), and no pthread_create (which allocates, and others interpose it): helpers are bare
  * threads that make system calls and touch nothing of the C library, errno included.
  *
- * The first image also starts the keeper, one more such thread, which waits until the process has been restored and then ends. It gives the
- * pages of an image back to the kernel once gpuckpt has them in a file, and gets new ones before they return: nobody else can do
- * that for a process. It has a descriptor table of its own, in which it holds that file, so that the program cannot close what it
- * waits on, and a file without a name ends with the process. It acts on the ranges that gpuckpt gives, and on nothing by itself.
+ * The first image also starts the keeper (_keeper.c). Where the program was started to have memory kept ready for its images
+ * (_reserve.c), the first mapping of GPU memory does, and images come from there.
  *
  * Other interposers of mmap: a plain call is handed to the next definition after ours (the C library's, if nobody else interposes), and so
  * is the mapping of an image, so that they see all that they would see without us. Those before us see it anyway; where they call us
@@ -34,8 +32,6 @@
 #include "_preload.h"
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/futex.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -47,142 +43,14 @@
 #include <time.h>
 #include <unistd.h>
 
-#if !defined(__linux__) || !defined(__LP64__)
-#error "for Linux on 64 bits, as CUDA is"
-#endif
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
-#endif
-#ifndef SYS_close_range
-#define SYS_close_range 436 /* Linux 5.9 */
-#endif
-#ifndef PR_SET_VMA
-#define PR_SET_VMA 0x53564d41 /* Linux 5.17 */
-#define PR_SET_VMA_ANON_NAME 0
-#endif
-
 #define LARGE ((size_t)32 << 20)
-#define CHUNK ((uintptr_t)64 << 20) /* what a thread takes at a time: a multiple of a huge page */
-#define MOST_THREADS 16
-#define MOST_IMAGES 16
 #define IMAGE_FLAGS (MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE)
 
-enum state { STARTING, READY, OFF };
-
-/* What became of a large populated mapping. */
-enum verdict {
-    NOTHING,      /* none was seen */
-    EXPIRED,      /* the announcement was too old: its gpuckpt died */
-    OTHER_THREAD, /* not the restore thread */
-    OTHER_CALLER, /* not libcuda */
-    NO_MAPPING,   /* even without MAP_POPULATE the mapping failed; the plain call was made */
-    NO_POPULATE,  /* it could not be populated; undone, and the plain call was made */
-    FAST,
-};
-
-struct image {
-    uint64_t address, nbytes;
-    uint32_t verdict, error;
-};
-
-/* What the keeper is asked. */
-enum request {
-    END = 1, /* the process runs again: let go of the file, and end */
-    HOLD,    /* open `path`, and hold it */
-    LET_GO,  /* of the file */
-    DROP,    /* give back the pages from `from` to `to`: their content is gone */
-    FILL,    /* get pages for that range */
-    LOADED,  /* all content is there again */
-    NONE,    /* after its answer no earlier request can act any more */
-};
-
-/* Read and written from outside by gpuckpt/image/page.py, which has the same layout: change `version` with it. */
-static struct {
-    char magic[16];
-    uint32_t version;
-    _Atomic uint32_t state;
-    uint64_t reserved0;
-    /* by gpuckpt; all that follows is zeroed with each announcement */
-    _Atomic uint64_t operation; /* 0: none is announced. Written last */
-    uint32_t pid, tid;          /* as this process sees them: a forked child has another pid, and what it inherited is void */
-    uint64_t expires_ns;        /* CLOCK_BOOTTIME */
-    uint64_t libcuda_from, libcuda_to; /* its code; 0 while restoring: then nothing that it maps is an image */
-    uint64_t libcuda_base;             /* where it begins; 0: its copies are left alone */
-    uint32_t threads, reserved1;
-    /* by us */
-    _Atomic uint32_t seen, last_verdict; /* large populated mappings while announced, and the last one's fate */
-    _Atomic uint32_t last_tid;
-    uint32_t images; /* entries of `image` */
-    _Atomic uint64_t last_caller, last_nbytes;
-    uint64_t populate_ns;
-    uint32_t threads_used, huge;
-    _Atomic uint64_t copied; /* bytes, by several threads */
-    _Atomic uint32_t copies, copy_threads;
-    struct image image[MOST_IMAGES];
-    /* The keeper. By us */
-    _Atomic int32_t keeper;    /* its tid, which the kernel clears when it has ended */
-    uint32_t keeper_pid;       /* of the process that it is in: a forked child has none */
-    _Atomic int32_t wake;      /* the descriptor in its table at which a byte wakes it; -1: not yet */
-    int32_t held;              /* the descriptor of the file; -1: none */
-    _Atomic uint32_t answered; /* number of the last request that was done, */
-    int32_t result;            /* and what became of it: 0 or an errno */
-    _Atomic uint32_t dropped;  /* pages were given back, and not all content has returned: to restore now would be the end */
-    uint32_t reserved2;
-    /* by gpuckpt */
-    _Atomic uint32_t asked; /* number of the request. Written last */
-    uint32_t request;
-    uint64_t from, to;
-    uint64_t reserved3[5];
-    char path[960]; /* as this process sees it */
-} page __attribute__((aligned(64))) = {.magic = "gpuckpt-preload", .version = 3, .wake = -1, .held = -1};
-_Static_assert(sizeof page == 1592 && sizeof(struct image) == 24 && offsetof(__typeof__(page), keeper) == 536, "the layout that page.py has");
+struct page page = {.magic = "gpuckpt-preload", .version = 4, .wake = -1, .held = -1};
 
 typedef void *mapper(void *, size_t, int, int, int, off_t);
 static mapper *next;
-
-long quietly5(long number, long a, long b, long c, long d, long e)
-{
-#if defined(__x86_64__)
-    long result;
-    register long r10 __asm__("r10") = d, r8 __asm__("r8") = e;
-    __asm__ volatile("syscall" : "=a"(result) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8) : "rcx", "r11", "memory");
-    return result;
-#elif defined(__aarch64__)
-    register long x8 __asm__("x8") = number, x0 __asm__("x0") = a, x1 __asm__("x1") = b, x2 __asm__("x2") = c, x3 __asm__("x3") = d;
-    register long x4 __asm__("x4") = e;
-    __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4) : "memory");
-    return x0;
-#else
-#error "for x86-64 and AArch64"
-#endif
-}
-
-long quietly(long number, long a, long b, long c, long d)
-{
-    return quietly5(number, a, b, c, d, 0);
-}
-
-int bare_thread(int (*body)(void *), void *argument, char *top, _Atomic int *tid, int own_table)
-{
-    unsigned long all = ~0UL, mask = 0;
-    const int flags = CLONE_VM | CLONE_FS | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_PARENT_SETTID | CLONE_CHILD_CLEARTID;
-    int before = errno;
-    if (quietly(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&all, (long)&mask, sizeof all) < 0)
-        return -1; /* the thread would inherit a mask with which it may be interrupted */
-    int made = clone(body, top, own_table ? flags : flags | CLONE_FILES, argument, (pid_t *)tid, NULL, (pid_t *)tid);
-    if (made < 0)
-        atomic_store(tid, 0);
-    quietly(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&mask, 0, sizeof mask);
-    errno = before;
-    return made < 0 ? -1 : 0;
-}
-
-static uint64_t now_ns(clockid_t clock)
-{
-    struct timespec t = {0, 0};
-    clock_gettime(clock, &t);
-    return (uint64_t)t.tv_sec * 1000000000 + (uint64_t)t.tv_nsec;
-}
+static _Atomic int awaits_gpu_memory; /* memory shall be kept ready, once this process uses a GPU */
 
 /* The call as the program made it. */
 static void *plainly(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset)
@@ -190,166 +58,6 @@ static void *plainly(void *address, size_t nbytes, int protection, int flags, in
     if (next)
         return next(address, nbytes, protection, flags, fd, offset);
     return (void *)syscall(SYS_mmap, address, nbytes, protection, flags, fd, offset);
-}
-
-/* Populating. */
-
-struct crew {
-    uintptr_t begin, end;
-    _Atomic uintptr_t at; /* the next chunk that nobody has taken */
-    _Atomic long error;
-};
-
-static char stacks[MOST_THREADS - 1][STACK_BYTES] __attribute__((aligned(64)));
-
-/* Take chunks until there are none, or somebody failed. Runs in bare threads: system calls only. */
-static int work(void *argument)
-{
-    struct crew *crew = argument;
-    while (!atomic_load(&crew->error)) {
-        uintptr_t from = atomic_fetch_add(&crew->at, CHUNK), to = from + CHUNK;
-        if (from >= crew->end)
-            break;
-        if (from < crew->begin)
-            from = crew->begin;
-        if (to > crew->end)
-            to = crew->end;
-        long result = -EINTR;
-        for (int again = 0; again < 100 && (result == -EINTR || result == -EAGAIN); again++)
-            result = quietly(SYS_madvise, (long)from, (long)(to - from), MADV_POPULATE_WRITE, 0);
-        if (result < 0)
-            atomic_store(&crew->error, -result);
-    }
-    return 0;
-}
-
-static unsigned threads_for(size_t nbytes)
-{
-    unsigned long cpus[128]; /* 8192 of them */
-    long filled = quietly(SYS_sched_getaffinity, 0, sizeof cpus, (long)cpus, 0);
-    unsigned wanted = page.threads, allowed = 0;
-    for (long i = 0; i < filled / (long)sizeof cpus[0]; i++)
-        allowed += (unsigned)__builtin_popcountl(cpus[i]);
-    if (wanted > allowed)
-        wanted = allowed;
-    if (wanted > nbytes / CHUNK)
-        wanted = (unsigned)(nbytes / CHUNK);
-    if (wanted > MOST_THREADS)
-        wanted = MOST_THREADS;
-    return wanted ? wanted : 1;
-}
-
-static _Atomic int busy; /* somebody populates: there is one set of stacks */
-
-/* Returns 0, or the error that ended it. With as many threads as can be had, this one among them. */
-static int populate(void *address, size_t nbytes)
-{
-    struct crew crew = {.begin = (uintptr_t)address, .end = (uintptr_t)address + nbytes};
-    _Atomic int alive[MOST_THREADS - 1]; /* the helper's tid, which the kernel clears when it has ended */
-    unsigned helpers = 0, wanted = threads_for(nbytes) - 1;
-    unsigned long all = ~0UL, mask = 0;
-    atomic_init(&crew.at, crew.begin & ~(CHUNK - 1));
-    atomic_init(&crew.error, 0);
-    /* Helpers inherit the mask. This thread keeps it until they have ended: they use what lies on its stack, and a handler might jump
-     * out of here. While the kernel populates a mapping by itself, signals wait as well. */
-    int blocked = wanted && quietly(SYS_rt_sigprocmask, 0 /* SIG_BLOCK */, (long)&all, (long)&mask, sizeof all) == 0;
-    if (blocked)
-        for (; helpers < wanted; helpers++) /* no thread to be had, by rlimit, cgroup or seccomp: with fewer */
-            if (bare_thread(work, &crew, stacks[helpers] + STACK_BYTES, &alive[helpers], 0) != 0)
-                break;
-    work(&crew);
-    for (unsigned i = 0; i < helpers; i++)
-        for (int tid; (tid = atomic_load(&alive[i])) != 0;)
-            quietly(SYS_futex, (long)&alive[i], FUTEX_WAIT, tid, 0);
-    if (blocked)
-        quietly(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&mask, 0, sizeof mask);
-    page.threads_used = helpers + 1;
-    return (int)atomic_load(&crew.error);
-}
-
-/* The keeper. */
-
-static char keeper_stack[STACK_BYTES] __attribute__((aligned(64)));
-
-static long do_as_asked(uint32_t request)
-{
-    uint64_t from = page.from, to = page.to; /* once: a gpuckpt that gave up on us may be writing its next request */
-    long result = 0;
-    if (atomic_load(&page.dropped) && (request == HOLD || request == LET_GO || request == END))
-        return -EBUSY; /* what is held has the only copy */
-    switch (request) {
-    case HOLD:
-    case LET_GO:
-        if (page.held >= 0)
-            quietly(SYS_close, page.held, 0, 0, 0);
-        page.held = -1;
-        if (request == HOLD) {
-            page.path[sizeof page.path - 1] = 0;
-            result = quietly(SYS_openat, AT_FDCWD, (long)page.path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0);
-            page.held = result < 0 ? -1 : (int32_t)result;
-        }
-        break;
-    case DROP:
-        atomic_store(&page.dropped, 1);
-        result = quietly(SYS_madvise, (long)from, (long)(to - from), MADV_DONTNEED, 0);
-        break;
-    case FILL:
-        if (atomic_exchange(&busy, 1))
-            return -EBUSY;
-        result = -populate((void *)from, to - from);
-        atomic_store(&busy, 0);
-        break;
-    case END:
-        give_back_copies();
-        /* fall through */
-    case LOADED:
-        atomic_store(&page.dropped, 0);
-        break;
-    }
-    return result;
-}
-
-/* System calls only, with every signal blocked, like work(). */
-static int keep(void *unused)
-{
-    int ends[2];
-    char byte;
-    (void)unused;
-    /* This is a copy of the program's table, as a child has it: what it closes must close. A kernel that cannot do that has no keeper. */
-    if (quietly(SYS_close_range, 0, ~0U, 0, 0) < 0 || quietly(SYS_pipe2, (long)ends, O_CLOEXEC, 0, 0) < 0)
-        return 0;
-    quietly(SYS_prctl, PR_SET_NAME, (long)"gpuckpt-image", 0, 0);
-    atomic_store(&page.wake, ends[1]);
-    for (;;) {
-        long got = quietly(SYS_read, ends[0], (long)&byte, 1, 0);
-        if (got != 1 && got != -EINTR)
-            return 0;
-        uint32_t asked = atomic_load(&page.asked);
-        if (asked == atomic_load(&page.answered))
-            continue;
-        uint32_t request = page.request;
-        long result = do_as_asked(request);
-        page.result = result < 0 ? (int32_t)-result : 0;
-        if (request == END && result == 0)
-            page.held = -1;
-        atomic_store(&page.answered, asked);
-        if (request == END && result == 0)
-            return 0; /* its table goes with it */
-    }
-}
-
-static void start_keeper(void)
-{
-    uint32_t pid = (uint32_t)quietly(SYS_getpid, 0, 0, 0, 0);
-    if (atomic_load(&page.keeper) && page.keeper_pid == pid)
-        return;
-    page.keeper_pid = pid;
-    page.held = -1;
-    page.result = 0;
-    atomic_store(&page.wake, -1);
-    atomic_store(&page.dropped, 0);
-    atomic_store(&page.answered, atomic_load(&page.asked));
-    bare_thread(keep, NULL, keeper_stack + STACK_BYTES, &page.keeper, 1);
 }
 
 /* Deciding. */
@@ -362,7 +70,7 @@ unsigned copy_threads(uintptr_t to, uintptr_t from, size_t nbytes)
         uintptr_t begin = page.image[i].address, end = begin + page.image[i].nbytes;
         within |= (to >= begin && to + nbytes <= end) || (from >= begin && from + nbytes <= end);
     }
-    if (!within || threads < 2 || !atomic_load(&page.operation) || page.pid != (uint32_t)quietly(SYS_getpid, 0, 0, 0, 0) ||
+    if (!within || threads < 2 || !atomic_load(&page.operation) || page.pid != own_pid() ||
         page.tid != (uint32_t)quietly(SYS_gettid, 0, 0, 0, 0) || now_ns(CLOCK_BOOTTIME) >= page.expires_ns)
         return 0;
     atomic_fetch_add(&page.copies, 1);
@@ -375,7 +83,7 @@ static enum verdict judge(uintptr_t caller, size_t nbytes)
 {
     enum verdict verdict = FAST;
     uint32_t tid = (uint32_t)quietly(SYS_gettid, 0, 0, 0, 0);
-    if (!atomic_load(&page.operation) || page.pid != (uint32_t)quietly(SYS_getpid, 0, 0, 0, 0))
+    if (!atomic_load(&page.operation) || page.pid != own_pid())
         return NOTHING;
     if (now_ns(CLOCK_BOOTTIME) >= page.expires_ns)
         verdict = EXPIRED;
@@ -399,13 +107,18 @@ static void note(void *address, size_t nbytes, enum verdict verdict, int error)
     atomic_store(&page.last_verdict, verdict);
 }
 
-static void name(void *address, size_t nbytes)
+void name(void *address, size_t nbytes, const char *text)
+{
+    quietly5(SYS_prctl, PR_SET_VMA, PR_SET_VMA_ANON_NAME, (long)address, (long)nbytes, (long)text);
+}
+
+static void name_image(void *address, size_t nbytes)
 {
     char text[] = "gpuckpt-image-0000000000000000";
     uint64_t operation = atomic_load(&page.operation);
     for (size_t i = sizeof text - 1; operation; operation >>= 4)
         text[--i] = "0123456789abcdef"[operation & 15];
-    quietly5(SYS_prctl, PR_SET_VMA, PR_SET_VMA_ANON_NAME, (long)address, (long)nbytes, (long)text);
+    name(address, nbytes, text);
 }
 
 #define RARE __attribute__((cold, noinline))
@@ -419,7 +132,8 @@ RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int prot
         return plainly(address, nbytes, protection, flags, fd, offset);
     }
     uint64_t begin = now_ns(CLOCK_MONOTONIC);
-    void *found = plainly(address, nbytes, protection, flags & ~MAP_POPULATE, fd, offset);
+    void *kept = flags == IMAGE_FLAGS && !address ? reserve_take(nbytes) : NULL;
+    void *found = kept ? kept : plainly(address, nbytes, protection, flags & ~MAP_POPULATE, fd, offset);
     if (found == MAP_FAILED) {
         verdict = NO_MAPPING;
         error = errno;
@@ -427,7 +141,10 @@ RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int prot
         page.huge = quietly(SYS_madvise, (long)found, (long)nbytes, MADV_HUGEPAGE, 0) == 0; /* either failure costs speed or secrecy only */
         quietly(SYS_madvise, (long)found, (long)nbytes, MADV_DONTDUMP, 0);
         error = populate(found, nbytes);
-        if (error && quietly(SYS_munmap, (long)found, (long)nbytes, 0, 0) == 0)
+        if (error && kept) {
+            reserve_undo();
+            verdict = NO_POPULATE;
+        } else if (error && quietly(SYS_munmap, (long)found, (long)nbytes, 0, 0) == 0)
             verdict = NO_POPULATE;
     }
     errno = before;
@@ -435,10 +152,10 @@ RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int prot
         found = plainly(address, nbytes, protection, flags, fd, offset);
     page.populate_ns += now_ns(CLOCK_MONOTONIC) - begin;
     if (found != MAP_FAILED) {
-        name(found, nbytes); /* by which gpuckpt knows later that what lies there is this image still */
+        name_image(found, nbytes); /* by which gpuckpt knows later that what lies there is this image still */
         start_keeper();
         if (atomic_load(&page.keeper)) /* which gives them back */
-            take_copies(page.libcuda_base);
+            take_imports(page.libcuda_base);
         errno = before;
     }
     note(found == MAP_FAILED ? NULL : found, nbytes, verdict, error);
@@ -448,11 +165,29 @@ RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int prot
 
 #define OURS __attribute__((visibility("default")))
 
+/* The first GPU memory of this process: from now on gpuckpt can have memory kept ready in it. Its pages are a mapping of the driver's. */
+RARE static void look_for_gpu_memory(int fd)
+{
+    static const char wanted[] = "/dev/nvidia-uvm";
+    char link[32] = "/proc/self/fd/", path[256];
+    size_t n = strlen(link), digits = 1;
+    for (int rest = fd; rest >= 10; rest /= 10)
+        digits++;
+    for (size_t i = digits; i--; fd /= 10)
+        link[n + i] = (char)('0' + fd % 10);
+    long length = quietly(SYS_readlinkat, AT_FDCWD, (long)link, (long)path, sizeof path);
+    size_t tail = sizeof wanted - 1;
+    if (length >= (long)tail && length < (long)sizeof path && !memcmp(path + length - tail, wanted, tail) && atomic_exchange(&awaits_gpu_memory, 0))
+        start_keeper();
+}
+
 OURS void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset)
 {
     if (__builtin_expect(nbytes >= LARGE && (flags & ~MAP_NORESERVE) == IMAGE_FLAGS, 0) && protection == (PROT_READ | PROT_WRITE) &&
         atomic_load_explicit(&page.state, memory_order_relaxed) == READY)
         return image((uintptr_t)__builtin_return_address(0), address, nbytes, protection, flags, fd, offset);
+    if (__builtin_expect(atomic_load_explicit(&awaits_gpu_memory, memory_order_relaxed), 0) && fd >= 0 && (flags & MAP_SHARED))
+        look_for_gpu_memory(fd);
     return plainly(address, nbytes, protection, flags, fd, offset);
 }
 
@@ -464,5 +199,12 @@ __attribute__((constructor)) static void start(void)
     void *found = dlsym ? dlsym(RTLD_NEXT, "mmap") : NULL;
     if (found != (void *)mmap) /* a dlsym that others interpose may lead back to us */
         next = (mapper *)found;
-    atomic_store(&page.state, wish && !strcmp(wish, "0") ? OFF : READY);
+    const char *kept = getenv("GPUCKPT_RESERVE");
+    int off = wish && !strcmp(wish, "0");
+    if (kept && *kept && !off) {
+        page.kept = 1;
+        page.reserve_auto = !strcmp(kept, "auto");
+        atomic_store(&awaits_gpu_memory, 1);
+    }
+    atomic_store(&page.state, off ? OFF : READY);
 }

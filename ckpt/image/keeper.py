@@ -26,7 +26,7 @@ RANGE_S = 60.0
 
 
 class Request(IntEnum):
-    """As in _preload.c."""
+    """As in _preload.h."""
 
     END = 1
     HOLD = 2
@@ -35,6 +35,7 @@ class Request(IntEnum):
     FILL = 5
     LOADED = 6
     NONE = 7
+    RESERVE = 8
 
 
 class Unanswered(Exception):
@@ -101,11 +102,26 @@ class Keeper:
         self._ask(Request.LET_GO)
 
     def end(self) -> None:
-        """Let go, and end. When this returns another can be started."""
+        """Let go, and end, unless memory is kept ready in the process. When this returns another can be started."""
         self._ask(Request.END)
+        if self.stays:
+            return
         until = time.monotonic() + ANSWER_S
         while self._words()[0] and time.monotonic() < until:
             time.sleep(0.0002)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it lives as long as the process, since memory is kept ready there."""
+        return bool(self.reserve()[0])
+
+    def reserve(self) -> tuple[int, ...]:
+        """What the library says of memory kept ready: as in :data:`page.RESERVE`."""
+        return page.RESERVE.unpack(os.pread(self.memory, page.RESERVE.size, self.at + page.RESERVE_AT))
+
+    def have_ready(self, nbytes: int, *, auto: bool) -> None:
+        """Keep *nbytes* ready from now on; *auto*: after the next image, as many as that took. Raises ``OSError``."""
+        self._ask(Request.RESERVE, nbytes, int(auto))
 
     def _words(self) -> tuple[int, ...]:
         return page.KEEPER.unpack(os.pread(self.memory, page.KEEPER.size, self.at + page.KEEPER_AT))

@@ -158,7 +158,8 @@ def of(process: ProcessId) -> Iterator[Preloaded]:
 
 
 def _marked(pid: int) -> Iterator[tuple[int, int]]:
-    """Mappings of *pid* that the library marked as an image: by name, or where the kernel has none, by the advice that it gave."""
+    """Mappings of *pid* that the library marked as an image: by name, or where the kernel has none, by the advice that it gave: memory
+    that is only kept ready for an image is not for children either (``dc``)."""
     begin = end = 0
     private = named = False
     with open(f"/proc/{pid}/smaps", "rb") as file:
@@ -167,6 +168,6 @@ def _marked(pid: int) -> Iterator[tuple[int, int]]:
                 begin, end = int(header[1], 16), int(header[2], 16)
                 private = header[3] == b"rw-p" and (not header[4] or header[4].startswith(b"[anon:"))
                 named = header[4].startswith(b"[anon:gpuckpt-image-")
-            elif line.startswith(b"VmFlags:") and private and (named or b"dd" in line.split()):
+            elif line.startswith(b"VmFlags:") and private and (named or {b"dd", b"dc"} & set(line.split()) == {b"dd"}):
                 yield begin, end
                 private = False

@@ -1,6 +1,6 @@
 """The page of the preload library, seen from outside: where it lies in a process, and how it is laid out.
 
-The library (``_preload.c``) keeps it in its own data, and it begins with a magic. It is found in the process's mappings, and read and
+The library (``_preload.h``) keeps it in its own data, and it begins with a magic. It is found in the process's mappings, and read and
 written through ``/proc/PID/mem``: that takes the right to trace the process, as the driver's calls do. Nothing lies in a file, so nothing
 is left behind, a chroot or a container hides nothing, and no other user can put a word in.
 """
@@ -20,11 +20,11 @@ from gpuckpt.model import ProcessId
 VARIABLE = "GPUCKPT_PRELOAD"
 NAME = "libgpuckpt_preload"
 
-# The layout, as in _preload.c.
+# The layout, as in _preload.h.
 HEAD = struct.Struct("=16sII8x")
 OPERATION = struct.Struct("=Q")
 ANNOUNCEMENT = struct.Struct("=IIQQQQI4x")
-RESULT = struct.Struct("=IIIIQQQIIQII")
+RESULT = struct.Struct("=IIIIQQQIIQIIQ")
 IMAGE = struct.Struct("=QQII")
 MOST_IMAGES = 16
 OPERATION_AT = HEAD.size
@@ -39,10 +39,12 @@ REQUEST_AT = ASKED_AT + ASKED.size
 REQUEST = struct.Struct("=IQQ40x")
 PATH_AT = REQUEST_AT + REQUEST.size
 PATH_BYTES = 960
-PAGE_BYTES = PATH_AT + PATH_BYTES
+RESERVE_AT = PATH_AT + PATH_BYTES
+RESERVE = struct.Struct("=IIiIQQQQQ8x")
+PAGE_BYTES = RESERVE_AT + RESERVE.size
 
 _MAGIC = b"gpuckpt-preload\0"
-_VERSION = 3
+_VERSION = 4
 _READY, _OFF = 1, 2
 _ALIGNMENT = 64
 _MOST_DATA_BYTES = 1 << 16  # what a program maps under our name is its own affair, and may be large

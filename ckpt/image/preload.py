@@ -56,7 +56,7 @@ class Result:
     """What the library did since the last announcement. ``count``: images, of which it notes 16 at most. ``seen`` counts the large
     populated mappings that it looked at; the last one's fate, thread (as the process sees it), caller and size follow. ``populate_s`` is
     the time of all ``images``, mapping included; ``threads`` populated the last of them. ``huge_pages``: whether the kernel took the
-    advice. ``copied`` bytes went into images, or out of them, in ``copies`` that ``copy_threads`` threads made together."""
+    advice. ``copied`` bytes went into images, or out of them, in ``copies`` that ``copy_threads`` threads made together. ``from_reserve`` bytes were ready before (:mod:`gpuckpt.image.reserve`)."""
 
     operation: int
     images: tuple[Image, ...]
@@ -72,6 +72,7 @@ class Result:
     copied: int
     copies: int
     copy_threads: int
+    from_reserve: int
 
     def why_not(self) -> str:
         """Why an image took the driver's own path; "" if all took ours."""
@@ -218,15 +219,14 @@ def result(process: ProcessId) -> Result:
     with page.opened(process) as (memory, at):
         content = os.pread(memory, page.PAGE_BYTES, at)
     (operation,) = page.OPERATION.unpack_from(content, page.OPERATION_AT)
-    seen, last, tid, count, caller, nbytes, populate_ns, used, huge, copied, copies, copiers = page.RESULT.unpack_from(
+    seen, last, tid, count, caller, nbytes, populate_ns, used, huge, copied, copies, copiers, ready = page.RESULT.unpack_from(
         content, page.RESULT_AT
     )
     rows = [page.IMAGE.unpack_from(content, page.IMAGES_AT + i * page.IMAGE.size) for i in range(min(count, page.MOST_IMAGES))]
     try:
         images = tuple(Image(address, size, Verdict(verdict), error) for address, size, verdict, error in rows)
-        return Result(
-            operation, images, count, seen, Verdict(last), tid, caller, nbytes, populate_ns / 1e9, used, bool(huge), copied, copies, copiers
-        )
+        how = (populate_ns / 1e9, used, bool(huge), copied, copies, copiers, ready)
+        return Result(operation, images, count, seen, Verdict(last), tid, caller, nbytes, *how)
     except ValueError as error:  # the program may have overwritten it
         raise Unavailable(f"what the preload library in pid {process.pid} says makes no sense ({error})") from error
 
@@ -241,7 +241,7 @@ def refuse_missing(process: ProcessId) -> None:
 
 def described(process: ProcessId) -> dict[str, Any]:
     """How the image of a checkpointed *process* was made, for a report: by the driver alone, and ``why``, or with the library's help
-    (``path``), which took ``populate_s``, ``threads`` and ``huge_pages``, and how much of it ``copy_threads`` threads copied; and whether
+    (``path``), which took ``populate_s``, ``threads`` and ``huge_pages``, how much of it ``copy_threads`` threads copied, and how much was ready before; and whether
     memory of it was given back (``dropped``)."""
     try:
         seen = result(process)
@@ -256,6 +256,7 @@ def described(process: ProcessId) -> dict[str, Any]:
         "huge_pages": seen.huge_pages,
         "copied_bytes": seen.copied,
         "copy_threads": seen.copy_threads,
+        "from_reserve_bytes": seen.from_reserve,
         "dropped": keeper.dropped(process),
     }
 
