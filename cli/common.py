@@ -35,6 +35,7 @@ ONLY_OF: dict[str, dict[str, Any]] = {
     "explain": {"failures": []},
     "run": {"dry_run": False, "name": None, "adapter": None, "command_line": None, "environment": None, "changes": None, "listen": None},
     "stop": {},
+    "reserve": {},
     "lease": {},
     "attach": {},
     "swap": {"out": None, "in": None},

@@ -20,6 +20,7 @@ COMMANDS = {
     "is-suspended": ("status", "Exit 0 if suspended, 1 if not."),
     "recover": ("recover", "After a crash: finish or undo what was left in the middle."),
     "exec": ("exec", "Start a program whose suspends shall be quick."),
+    "reserve": ("reserve", "Host memory kept ready for a quick first suspend."),
     "run": ("run", "Run a command that is suspended when idle and resumed on demand."),
     "swap": ("swap", "Suspend one, resume another in its place."),
     "lease": ("lease", "A GPU without its runs, for the time of a command."),

@@ -12,6 +12,7 @@ import click
 
 from gpuckpt import errors
 from gpuckpt.cli.common import Duration, Size, execute, fail, finish, json_option, warn
+from gpuckpt.cli.reserve import reserve_option, words_of
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
     help="While it is suspended, keep what was on the GPUs in a file in DIR instead of in host memory; "
     "ram,DIR: only once another run needs the host memory. It takes the preload library.",
 )
+@reserve_option
 @click.option("--keep-child", is_flag=True, help="Should this supervisor be killed, leave the command alive.")
 @click.option("--accept-loss", multiple=True, type=click.Choice(ACCEPTABLE_HAZARDS), metavar="KIND", help="As of suspend. Repeatable.")
 @click.option("--dry-run", is_flag=True, help="Print the final command and what is added to its environment. Starts nothing.")
@@ -120,6 +122,7 @@ def run(
     admin: str | None,
     admin_token_file: str | None,
     keep_in: str,
+    reserve: int | None,
     keep_child: bool,
     accept_loss: tuple[str, ...],
     dry_run: bool,
@@ -141,6 +144,7 @@ def run(
         from gpuckpt.supervisor.supervise import Options
     except ImportError as e:
         fail_to_run(as_json, errors.Usage(f"{e.name} is not installed, and a run needs it", hint="pip install 'gpuckpt[serve]'"))
+    from gpuckpt import follow
     from gpuckpt.supervisor import adopt, places, vllm
     from gpuckpt.supervisor.admin import read_token
     from gpuckpt.supervisor.model import Policy
@@ -162,7 +166,7 @@ def run(
             if kind == "vllm":
                 prepared = vllm.prepare(command, os.environ, socket, without)
             if "preload" not in without:
-                prepared = _with_library(prepared)
+                prepared = _with_library(prepared, reserve)
             rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
             first, later = ("ram", keep_in[4:]) if keep_in.startswith("ram,") else (keep_in, "")
             method = "driver" if keep else "auto"  # its own allocator would drop the cache
@@ -199,7 +203,10 @@ def run(
         if noted := places.orphan_facts(called):
             adopt.check_command(noted, list(command), called)
         with places.Place(called) as place:
-            code = _supervise(*prepare(str(place.upstream)), place, log_format)
+            prepared, options = prepare(str(place.upstream))
+            if "reserve" in prepared.changes and (reserve or kind != "vllm"):
+                follow.start(reserve or None)
+            code = _supervise(prepared, options, place, log_format)
     except errors.GpuckptError as e:
         fail_to_run(as_json, e)
     finish(code)
@@ -274,16 +281,20 @@ def _address(text: str, option: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def _with_library(prepared: vllm.Prepared) -> vllm.Prepared:
-    """*prepared*, with the preload library, where it is there and wanted."""
-    from gpuckpt.image import preload
+def _with_library(prepared: vllm.Prepared, nbytes: int | None) -> vllm.Prepared:
+    """*prepared*, with the preload library, where it is there and wanted; and with memory kept ready (0: as much as an image takes)."""
+    from gpuckpt.image import preload, reserve
 
     if why := preload.problem():
         wanted = os.environ.get(preload.VARIABLE) != "0"
         return dataclasses.replace(prepared, warnings=(*prepared.warnings, f"preload library off: {why}") if wanted else prepared.warnings)
     ours = preload.environment()["LD_PRELOAD"]
     changes = {**prepared.changes, "preload": "LD_PRELOAD: suspends take less time"}
-    return dataclasses.replace(prepared, environ={**prepared.environ, "LD_PRELOAD": ours}, changes=changes)
+    environ = {**prepared.environ, "LD_PRELOAD": ours}
+    if nbytes is not None:
+        environ = reserve.environment(environ, auto=not nbytes)
+        changes["reserve"] = f"{reserve.VARIABLE}: {words_of(nbytes)} of host memory are kept ready in each process that uses a GPU"
+    return dataclasses.replace(prepared, environ=environ, changes=changes)
 
 
 def _check_place(directory: str, prepared: vllm.Prepared) -> None:

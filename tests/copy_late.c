@@ -48,7 +48,7 @@ int main(void)
 {
     static char to[16 * PIECE], from[16 * PIECE];
     int wrong = 0;
-    plainly = take;
+    copy_plainly = take;
     for (unsigned n = 0; n < 20; n++) {
         unsigned pieces = n % 2 ? 16 : 2 + n % 3;
         taken = 0;

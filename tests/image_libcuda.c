@@ -66,6 +66,13 @@ void fake_map(void *mapping)
     m->error = errno;
 }
 
+void fake_unmap(void *mapping)
+{
+    Mapping *m = mapping;
+    errno = 0;
+    m->error = munmap(m->address, m->nbytes) ? errno : 0;
+}
+
 #define BUFFER ((size_t)2 << 20)
 #define BUFFERS 4
 

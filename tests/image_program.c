@@ -4,6 +4,11 @@
  *                                                   caller (restore thread, from here), both (main thread, from here)
  *   zero ADDRESS NBYTES      is all of it zero? Then fills it
  *   unmap ADDRESS NBYTES
+ *   gpu PATH                 libcuda maps PATH, shared, as it does GPU memory
+ *   back ADDRESS NBYTES      libcuda unmaps that, in the restore thread
+ *   lockall                  all memory, of now and later
+ *   again ADDRESS NBYTES     libcuda unmaps that, and maps as much in the same moment
+ *   heir ADDRESS             has a child anything mapped there?
  *   lock ADDRESS NBYTES      with mlock2(MLOCK_ONFAULT), which needs no right
  *   fill | check WHO ADDRESS NBYTES SEED   WHO (thread or image): libcuda copies a pattern there, or back; how many bytes are wrong
  *   forked WHO ADDRESS NBYTES SEED   the same in a child
@@ -15,6 +20,7 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -44,6 +50,7 @@ typedef struct {
 int fake_start(void);
 void fake_in_restore_thread(void (*code)(void *), void *argument);
 void fake_map(void *mapping);
+void fake_unmap(void *mapping);
 
 typedef struct {
     unsigned char *image;
@@ -64,6 +71,14 @@ static void map_here(void *mapping)
     errno = 0;
     m->result = mmap(m->address, m->nbytes, m->protection, m->flags, m->fd, m->offset);
     m->error = errno;
+}
+
+static void unmap_and_map(void *mapping)
+{
+    Mapping *m = mapping;
+    fake_unmap(m);
+    m->address = NULL;
+    fake_map(m);
 }
 
 static void map(const char *who, Mapping *m)
@@ -146,7 +161,7 @@ static int ended(pid_t child)
 
 int main(void)
 {
-    char line[256], who[32];
+    char line[512], who[32], path[256];
     setvbuf(stdout, NULL, _IOLBF, 0);
     int tid = fake_start();
     printf("%d %d\n", (int)getpid(), tid);
@@ -185,6 +200,26 @@ int main(void)
             printf("%lu\n", other);
         } else if (sscanf(line, "unmap %lx %lu", &a, &b) == 2) {
             printf("%d\n", munmap((void *)a, b));
+        } else if (sscanf(line, "gpu %255s", path) == 1) {
+            m = (Mapping){NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, open(path, O_RDWR), 0, NULL, 0};
+            fake_map(&m);
+            printf("%d\n", m.error);
+        } else if (sscanf(line, "back %lx %lu", &a, &b) == 2) {
+            m.address = (void *)a, m.nbytes = b;
+            fake_in_restore_thread(fake_unmap, &m);
+            printf("%d\n", m.error);
+        } else if (sscanf(line, "again %lx %lu", &a, &b) == 2) {
+            m.address = (void *)a, m.nbytes = b;
+            fake_in_restore_thread(unmap_and_map, &m);
+            printf("%lx %d %d\n", m.result == MAP_FAILED ? 0 : (unsigned long)m.result, m.error, 0);
+        } else if (sscanf(line, "heir %lx", &a) == 1) {
+            unsigned char there;
+            pid_t child = fork();
+            if (child == 0)
+                _exit(mincore((void *)a, 4096, &there) == 0);
+            printf("%d\n", ended(child));
+        } else if (!strncmp(line, "lockall", 7)) {
+            printf("%d\n", mlockall(MCL_CURRENT | MCL_FUTURE));
         } else if (sscanf(line, "lock %lx %lu", &a, &b) == 2) {
             printf("%d\n", mlock2((void *)a, b, MLOCK_ONFAULT));
         } else if (!strncmp(line, "child", 5)) {

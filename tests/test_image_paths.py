@@ -17,7 +17,7 @@ from tests.conftest import Machine
 from tests.memory_world import MemoryWorld
 from tests.schedules import Player, Proc, Schedule
 
-SEEN = Result(0, (), 0, 0, Verdict.NOTHING, 0, 0, 0, 0.0, 0, False, 0, 0, 0)
+SEEN = Result(0, (), 0, 0, Verdict.NOTHING, 0, 0, 0, 0.0, 0, False, 0, 0, 0, 0)
 
 
 def test_the_ratios_are_those_that_were_measured() -> None:

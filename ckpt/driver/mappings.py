@@ -42,6 +42,7 @@ def image_bytes(pid: int) -> int:
 
     - it is too large where the program holds an array of its own in host memory larger than the image, and where the kernel merged
       the image with a neighbour. That is the safe side for the question of how much room a restore takes;
+    - memory that the preload library keeps ready for an image (``dc``: it is not for children) is none, and does not count;
     - pages in swap count, and a mapping need not be resident in full: a merged or swapped image must not be overlooked.
 
     Raises:
@@ -69,6 +70,9 @@ def _populated(smaps: bytes) -> list[int]:
     for line in smaps.splitlines():
         if counted and line.startswith((b"Rss:", b"Swap:")):
             out[-1] += int(line.split()[1]) << 10
+        elif counted and line.startswith(b"VmFlags:") and b" dc" in line and b" dd" in line:
+            out.pop()
+            counted = False
         elif header := _HEADER.fullmatch(line):
             permissions, device, inode, name = header.groups()
             anonymous = device == b"00:00" and inode == b"0" and (not name or name.startswith(b"[anon:"))

@@ -345,8 +345,11 @@ void reserve_trim(void)
 {
     if (its.pid != own_pid() || !enter())
         return;
-    if (page.taken)
+    if (page.taken) {
         shrink(page.taken);
+        if (page.wanted > page.taken)
+            page.wanted = page.taken; /* whether there is memory for more is seen from outside */
+    }
     leave();
 }
 

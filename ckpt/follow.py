@@ -1,0 +1,135 @@
+"""Follows a program and all that it starts, and has memory kept ready in each of its processes that uses a GPU.
+
+A process of its own (``python -m gpuckpt.follow``), since `gpuckpt exec` becomes the program: it ends with that, and holds nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from gpuckpt import early, errors
+from gpuckpt.image import reserve
+from gpuckpt.image.keeper import Unanswered
+from gpuckpt.image.page import Unavailable
+from gpuckpt.inspect import host, processes
+from gpuckpt.model import ProcessId
+
+POLL_S = 3.0
+#: After this long memory that could not be had is asked for again, in seconds.
+AGAIN_S = 60.0
+
+Held = Callable[[], Mapping[int, Mapping[str, int | None]]]
+
+
+class Follower:
+    """*nbytes* for each process, None for what each holds on its GPUs (*held*)."""
+
+    def __init__(self, root: ProcessId, nbytes: int | None, held: Held, files: Path = host.ROOT) -> None:
+        self._root, self._nbytes, self._held, self._files = root, nbytes, held, files
+        self._ordered: dict[ProcessId, int] = {}
+        self._before: dict[ProcessId, int] = {}
+        self._not_before: dict[ProcessId, float] = {}
+
+    def look(self) -> bool:
+        """Order what is missing. Returns whether the program lives."""
+        if not processes.is_same(self._root):
+            return False
+        held = self._held() if self._nbytes is None else {}
+        for process in family(self._root):
+            with contextlib.suppress(Unavailable, Unanswered, OSError):
+                self._serve(process, held.get(process.pid, {}))
+        return True
+
+    def _serve(self, process: ProcessId, held: Mapping[str, int | None]) -> None:
+        now = reserve.look(process)
+        if now.taken or time.monotonic() < self._not_before.get(process, 0.0):
+            return
+        if process in self._ordered and not now.wanted:
+            return  # given back: that was meant
+        wanted = max(self._wanted(process, now, held), now.wanted)
+        if wanted <= now.ready:
+            return
+        self._ordered[process] = wanted
+        outcome = reserve.order(process, wanted, auto=self._nbytes is None, root=self._files, goes_on=lambda: processes.is_same(self._root))
+        if outcome.why:
+            self._not_before[process] = time.monotonic() + AGAIN_S
+
+    def _wanted(self, process: ProcessId, now: reserve.Reserve, held: Mapping[str, int | None]) -> int:
+        """Of what it holds on its GPUs, once that has not changed between two looks; after an image, what that took is known better."""
+        if self._nbytes is not None:
+            return self._nbytes
+        nbytes = reserve.image_bytes(held)
+        before, self._before[process] = self._before.get(process), nbytes
+        return nbytes if nbytes == before and not now.returned else 0
+
+
+def family(root: ProcessId) -> list[ProcessId]:
+    """*root* and all that descends from it now."""
+    table = processes.table()
+    children: dict[int, list[int]] = {}
+    for proc in table.values():
+        children.setdefault(proc.ppid, []).append(proc.pid)
+    found, todo = [], [root.pid]
+    while todo:
+        pid = todo.pop()
+        todo += children.get(pid, [])
+        if pid in table:
+            found.append(table[pid].id)
+    return found
+
+
+def start(nbytes: int | None, environ: Mapping[str, str] = os.environ) -> None:
+    """Follow this very process from now on, and what it becomes. No child of it that it would ever hear of; call it while there is one
+    thread. Never raises: without it no memory is kept ready."""
+    us = processes.read(os.getpid())
+    if us is None:
+        return
+    words = [sys.executable, "-m", "gpuckpt.follow", str(us.pid), str(us.start_ticks), reserve.AUTO if nbytes is None else str(nbytes)]
+    with contextlib.suppress(OSError):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            return
+        try:
+            os.setsid()
+            if os.fork() == 0:
+                null = os.open(os.devnull, os.O_RDWR)
+                for fd in (0, 1, 2):
+                    os.dup2(null, fd)
+                os.closerange(3, 1 << 16)
+                os.execve(sys.executable, words, dict(environ))  # noqa: S606
+        finally:
+            os._exit(0)
+
+
+def main() -> None:
+    os.chdir("/")
+    pid, start_ticks, amount = sys.argv[1:]
+    root = ProcessId(int(pid), int(start_ticks))
+    found = early.devices()
+
+    def held() -> Mapping[int, Mapping[str, int | None]]:
+        try:
+            return found.processes()
+        except errors.GpuckptError:
+            return {}
+
+    follower = Follower(root, None if amount == reserve.AUTO else int(amount), held)
+    try:
+        ends = os.pidfd_open(root.pid)
+    except OSError:
+        return
+    poll = select.poll()
+    poll.register(ends, select.POLLIN)
+    while follower.look() and not poll.poll(POLL_S * 1000):
+        pass
+
+
+if __name__ == "__main__":
+    main()
