@@ -20,7 +20,8 @@ from gpuckpt.image.page import Unavailable
 from gpuckpt.inspect import host, processes
 from gpuckpt.model import ProcessId
 
-POLL_S = 3.0
+#: Between two looks, in seconds: at first, then ever longer.
+FIRST_S, POLL_S, LONGER = 0.1, 3.0, 1.2
 #: After this long memory that could not be had is asked for again, in seconds.
 AGAIN_S = 60.0
 
@@ -32,7 +33,7 @@ class Follower:
 
     def __init__(self, root: ProcessId, nbytes: int | None, held: Held, files: Path = host.ROOT) -> None:
         self._root, self._nbytes, self._held, self._files = root, nbytes, held, files
-        self._ordered: dict[ProcessId, int] = {}
+        self._served: set[ProcessId] = set()
         self._before: dict[ProcessId, int] = {}
         self._not_before: dict[ProcessId, float] = {}
 
@@ -50,13 +51,14 @@ class Follower:
         now = reserve.look(process)
         if now.taken or time.monotonic() < self._not_before.get(process, 0.0):
             return
-        if process in self._ordered and not now.wanted:
+        if process in self._served and not now.wanted:
             return  # given back: that was meant
         wanted = max(self._wanted(process, now, held), now.wanted)
         if wanted <= now.ready:
             return
-        self._ordered[process] = wanted
         outcome = reserve.order(process, wanted, auto=self._nbytes is None, root=self._files, goes_on=lambda: processes.is_same(self._root))
+        if outcome.ready:
+            self._served.add(process)
         if outcome.why:
             self._not_before[process] = time.monotonic() + AGAIN_S
 
@@ -82,6 +84,12 @@ def family(root: ProcessId) -> list[ProcessId]:
         if pid in table:
             found.append(table[pid].id)
     return found
+
+
+def ready_bytes(root: int) -> int:
+    """Memory that is ready for the next images of the program *root* and all that descends from it."""
+    found = processes.read(root)
+    return sum(reserve.ready_bytes(p) for p in family(found.id)) if found else 0
 
 
 def start(nbytes: int | None, environ: Mapping[str, str] = os.environ) -> None:
@@ -127,8 +135,9 @@ def main() -> None:
         return
     poll = select.poll()
     poll.register(ends, select.POLLIN)
-    while follower.look() and not poll.poll(POLL_S * 1000):
-        pass
+    pause_s = FIRST_S
+    while follower.look() and not poll.poll(pause_s * 1000):
+        pause_s = min(POLL_S, pause_s * LONGER)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpuckpt.model import GIB
+from gpuckpt.words import size
 
 DRIVER, PRELOAD = "driver", "preload"
 
@@ -52,6 +53,7 @@ def words(image: Mapping[str, Any]) -> str:
     low, high = (f"{guess[key]:.1f}" if guess else "" for key in ("low_s", "high_s"))
     span = f"about {low if low == high else f'{low}-{high}'} s of checkpoint, by the ratios in {guess['source']}" if guess else ""
     if image["path"] == PRELOAD:
-        return "with the preload library" + (f" (estimate without: {span})" if guess else "")
+        ready = f", {size(image['from_reserve_bytes'])} of it ready before" if image.get("from_reserve_bytes") else ""
+        return f"with the preload library{ready}" + (f" (estimate without: {span})" if guess else "")
     why = f": {image['why']}" if image.get("why") else ""
     return f"by the driver alone{why}" + (f" (estimate with the preload library, 16 threads: {span})" if guess else "")

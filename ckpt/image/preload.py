@@ -56,7 +56,8 @@ class Result:
     """What the library did since the last announcement. ``count``: images, of which it notes 16 at most. ``seen`` counts the large
     populated mappings that it looked at; the last one's fate, thread (as the process sees it), caller and size follow. ``populate_s`` is
     the time of all ``images``, mapping included; ``threads`` populated the last of them. ``huge_pages``: whether the kernel took the
-    advice. ``copied`` bytes went into images, or out of them, in ``copies`` that ``copy_threads`` threads made together. ``from_reserve`` bytes were ready before (:mod:`gpuckpt.image.reserve`)."""
+    advice. ``copied`` bytes went into images, or out of them, in ``copies`` that ``copy_threads`` threads made together.
+    ``from_reserve`` bytes were ready before (:mod:`gpuckpt.image.reserve`)."""
 
     operation: int
     images: tuple[Image, ...]
@@ -241,8 +242,8 @@ def refuse_missing(process: ProcessId) -> None:
 
 def described(process: ProcessId) -> dict[str, Any]:
     """How the image of a checkpointed *process* was made, for a report: by the driver alone, and ``why``, or with the library's help
-    (``path``), which took ``populate_s``, ``threads`` and ``huge_pages``, how much of it ``copy_threads`` threads copied, and how much was ready before; and whether
-    memory of it was given back (``dropped``)."""
+    (``path``), which took ``populate_s``, ``threads`` and ``huge_pages``, how much of it ``copy_threads`` threads copied, and how much was
+    ready before; and whether memory of it was given back (``dropped``)."""
     try:
         seen = result(process)
     except Unavailable as error:

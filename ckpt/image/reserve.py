@@ -1,7 +1,8 @@
 """Memory kept ready in a process for the image of its next checkpoint: how much there is, and having more of it or less.
 
-The preload library keeps it (``_reserve.c``), in a process that was started with ``GPUCKPT_RESERVE`` and uses a GPU. How much the machine and
-the cgroups can give is seen from here. So it is asked for by small steps, each after another look; it stops where a margin would be touched.
+The preload library keeps it (``_reserve.c``), in a process that was started with ``GPUCKPT_RESERVE`` and uses a GPU. How much the machine
+and the cgroups can give is seen from here. So it is asked for by small steps, each after another look, and no more where a margin would
+be touched.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def order(
             try:
                 found.have_ready(step, auto=auto)
             except OSError as error:
-                return Outcome(now, _words(error.errno))
+                return Outcome(now, _words(error.errno or 0))
             if why := _filled(found, step):
                 return Outcome(ready(), why)
             if step >= nbytes:

@@ -34,12 +34,17 @@ async def nowhere(_: Mapping[str, Any]) -> bool:
 
 class Budget:
     """*limit_bytes* over all runs, None for what is free. *others* gives the facts of the other runs; *move* has one of them move
-    what it holds to disk, and says whether it did."""
+    what it holds to disk, and says whether it did. *ready*: bytes that this run has already, for its next image."""
 
     def __init__(
-        self, limit_bytes: int | None = None, others: Others = nobody, environ: Mapping[str, str] = os.environ, move: Move = nowhere
+        self,
+        limit_bytes: int | None = None,
+        others: Others = nobody,
+        environ: Mapping[str, str] = os.environ,
+        move: Move = nowhere,
+        ready: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.limit_bytes, self._others, self._move = limit_bytes, others, move
+        self.limit_bytes, self._others, self._move, self._ready = limit_bytes, others, move, ready
         simulated = environ.get("GPUCKPT_SIMULATE")
         self._root = Path(simulated) / "root" if simulated else Path("/")
         self._lock = places.runtime_directory(environ) / "host-memory.lease"
@@ -50,11 +55,12 @@ class Budget:
 
     async def left(self, own_bytes: int = 0) -> tuple[int, str]:
         """Bytes that a run may still take which holds *own_bytes* already, and in words why not more."""
-        facts = [n for n in await self._others() if n["host_bytes"]]
+        everyone = [{**n, "host_bytes": n["host_bytes"] or n.get("reserved_bytes", 0)} for n in await self._others()]
+        facts = [n for n in everyone if n["host_bytes"]]
         held = sum(n["host_bytes"] for n in facts)
         who = ", ".join(f"{n['name']} {size(n['host_bytes'])}" for n in sorted(facts, key=lambda n: -n["host_bytes"])) or "no other run"
         coming = sum(n["host_bytes"] for n in facts if n["state"] == "suspending")
-        free = max(0, self.available_bytes() - coming)
+        free = max(0, self.available_bytes() - coming) + self._ready()
         left, why = free, f"{size(free)} of host memory are available; it holds {who}"
         if self.limit_bytes is not None and (allowed := max(0, self.limit_bytes - held - own_bytes)) < free:
             left, why = allowed, f"the host budget of {size(self.limit_bytes)} leaves {size(allowed)}; it holds {who}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from gpuckpt import errors
+from gpuckpt import errors, follow
 from gpuckpt.image import paths as image_paths
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
@@ -148,7 +148,7 @@ class _Supervised:
     def __init__(
         self, options: Options, prepared: vllm.Prepared, place: Place, child: Child, adopted: Mapping[str, Any] | None = None
     ) -> None:
-        self.options, self.child, self._place = options, child, place
+        self.options, self.child, self._place, self._prepared = options, child, place, prepared
         self.traffic = Traffic(hold_s=options.hold_s, max_waiting=options.max_waiting)
         self.upstream: Upstream | None = None
         server: Server = Silent()
@@ -173,7 +173,7 @@ class _Supervised:
         self.run.changed.append(self._note)
         self.spill = Spill(self.run, options.policy.move_to)
         self.run.holdings.budget = Budget(
-            options.host_budget_bytes, lambda: others(options.name), move=lambda n: moved_to_disk(n, options.name)
+            options.host_budget_bytes, lambda: others(options.name), move=lambda n: moved_to_disk(n, options.name), ready=self._reserved
         )
         self.metrics = Metrics(self.run)
         self.engines = Engines(self.run)
@@ -248,6 +248,9 @@ class _Supervised:
         if self.upstream is not None:
             await self.upstream.close()
 
+    def _reserved(self) -> int:
+        return follow.ready_bytes(self.child.pid) if "reserve" in self._prepared.changes else 0
+
     def _log_dropped(self, operation: str, _reason: str, outcome: Report | errors.GpuckptError, _seconds: float) -> None:
         dropped = self.run.holdings.dropped_bytes
         if operation == "suspend" and isinstance(outcome, Report) and dropped:
@@ -301,6 +304,7 @@ class _Supervised:
             "idle_seconds": self.options.idle_s,
             "last_error": error.as_dict() if error else None,
             "movable_bytes": self.spill.movable_bytes,
+            "reserved_bytes": self._reserved(),
             **self.share.facts(),
         }
 

@@ -1,0 +1,232 @@
+"""`--reserve` of programs, and `gpuckpt reserve`: memory is kept ready in the processes that use a GPU, and in no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpuckpt import follow, host_room
+from gpuckpt.cli import reserve as command
+from gpuckpt.image import preload, reserve
+from gpuckpt.image.page import Unavailable
+from gpuckpt.inspect import processes
+from gpuckpt.model import GIB, GpuBytes, GpuProcess, HostRoom, ProcessId, State
+from tests.conftest import COMMAND, eventually
+from tests.image_machine import MIB, Program, Start
+
+SIZE = 32 * MIB
+
+
+@pytest.fixture
+def uvm(tmp_path: Path) -> Path:
+    path = tmp_path / "dev/nvidia-uvm"
+    path.parent.mkdir()
+    path.write_bytes(bytes(4096))
+    return path
+
+
+@pytest.fixture
+def program(start_program: Start, uvm: Path) -> Program:
+    found = start_program(**{reserve.VARIABLE: reserve.FIXED})
+    assert found.ask(f"gpu {uvm}") == ["0"]
+    return found
+
+
+def gpuckpt(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *words], capture_output=True, text=True, env={**os.environ, **environ}, timeout=60, check=False)
+
+
+def followers(root: int) -> list[int]:
+    ours = []
+    for pid in processes.table():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"gpuckpt.follow" in words and str(root).encode() in words:
+            ours.append(pid)
+    return ours
+
+
+# By exec.
+
+
+def test_of_many_programs_only_those_that_use_a_gpu(image_folder: Path, uvm: Path) -> None:
+    """A shell, what it starts and waits for, and a program that gets GPU memory only later."""
+    words = ["exec", "--reserve", "32MiB", "--", "sh", "-c", "/bin/true; ./program; exit 7"]
+    with subprocess.Popen(
+        [COMMAND, *words],
+        cwd=image_folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env={**os.environ, "LD_LIBRARY_PATH": str(image_folder)},
+    ) as shell:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        pid = int(shell.stdout.readline().split()[0])
+        ours, shells = (identity(p) for p in (pid, shell.pid))
+        for process in (ours, shells):
+            with pytest.raises(Unavailable, match="no keeper"):
+                reserve.look(process)
+        print(f"gpu {uvm}", file=shell.stdin)
+        assert shell.stdout.readline() == "0\n"
+        assert eventually(lambda: kept(ours) == SIZE, "it is ready")
+        with pytest.raises(Unavailable, match="no keeper"):
+            reserve.look(shells)
+        (follower,) = followers(shell.pid)
+        assert processes.read(follower) is not None
+        children = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()
+        assert children == [str(pid)], "a program has no children that it did not start"
+        _, said = shell.communicate()
+    assert shell.returncode == 7
+    assert "32 MiB of host memory are kept ready in each process that uses a GPU" in said
+    eventually(lambda: not followers(shell.pid), "it ends with the program")
+
+
+def identity(pid: int) -> ProcessId:
+    found = processes.read(pid)
+    assert found is not None
+    return found.id
+
+
+def kept(process: ProcessId) -> int:
+    try:
+        return reserve.look(process).ready
+    except Unavailable:
+        return 0
+
+
+def test_without_the_library_it_is_ignored_in_words() -> None:
+    ran = gpuckpt("exec", "--reserve", "1GiB", "--", "sh", "-c", "echo [$GPUCKPT_RESERVE]", GPUCKPT_PRELOAD="0")
+    assert (ran.returncode, ran.stdout) == (0, "[]\n")
+    assert "--reserve does nothing without it" in ran.stderr
+
+
+def test_switched_off_though_it_was_asked_for(start_program: Start, uvm: Path, image_folder: Path) -> None:
+    program = Program(image_folder, {**preload.environment(), reserve.VARIABLE: reserve.AUTO, "GPUCKPT_PRELOAD": "0"})
+    threads = program.threads()
+    assert program.ask(f"gpu {uvm}") == ["0"]
+    assert program.threads() == threads
+    program.end()
+
+
+@pytest.mark.parametrize("word", ["0", "x", "-1", "", "5 parsecs", "nan"])
+def test_wrong_sizes(word: str) -> None:
+    assert gpuckpt("exec", f"--reserve={word}", "--", "true").returncode == 125, "a status that no command is expected to have"
+    if word != "0":
+        ran = gpuckpt("reserve", "4242", "--json", "--", word)
+        assert (ran.returncode, json.loads(ran.stdout)["error"]["code"]) == (2, "usage")
+
+
+def test_a_run_tells_of_it_before_it_starts() -> None:
+    ran = gpuckpt("run", "--reserve", "auto", "--dry-run", "--json", "--", "sleep", "1")
+    found = json.loads(ran.stdout)
+    assert found["environment"][reserve.VARIABLE] == "auto"
+    assert "as many bytes as an image takes" in found["changes"]["reserve"]
+    assert gpuckpt("run", "--reserve", "0", "--dry-run", "--", "sleep", "1").returncode == 2
+
+
+# By order.
+
+
+def test_ordered_told_and_given_back(program: Program) -> None:
+    told = json.loads(gpuckpt("reserve", str(program.pid), "32MiB", "--json").stdout)
+    row = {"pid": program.pid, "reserved_bytes": SIZE, "wanted_bytes": SIZE, "zeroed_bytes": SIZE, "image_bytes": 0, "auto": False}
+    assert (told["ok"], told["reserved"]) == (True, [row])
+    assert gpuckpt("reserve", str(program.pid)).stdout == f"pid {program.pid}: 32 MiB ready\n"
+    assert gpuckpt("reserve", str(program.pid), "0").stdout == f"pid {program.pid}: 0 ready\n"
+    assert reserve.look(program.id).ready == 0
+
+
+def test_where_none_can_be_kept(start_program: Start) -> None:
+    program = start_program()
+    ran = gpuckpt("reserve", str(program.pid), "1GiB", "--json")
+    error = json.loads(ran.stdout)["error"]
+    assert (ran.returncode, error["code"]) == (6, "no-preload")
+    assert "gpuckpt exec --reserve" in error["hint"]
+
+
+def test_no_such_process() -> None:
+    assert gpuckpt("reserve", str(1 << 22), "1GiB").returncode == 4
+
+
+def test_more_than_there_is_is_said(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reserve.host, "host_room", lambda *_: HostRoom(GIB, "MemAvailable"))
+    report = command._reserve(str(program.pid), SIZE, lambda: True)
+    (said,) = report.warnings
+    assert said == f"pid {program.id}: 0 of 32 MiB are ready: MemAvailable leaves 1.0 GiB, of which 1.0 GiB are left alone"
+
+
+# By following.
+
+
+Held = dict[int, dict[str, int | None]]
+
+
+def follower(program: Program, nbytes: int | None, held: Callable[[], Held] = dict) -> follow.Follower:
+    return follow.Follower(program.id, nbytes, held)
+
+
+def test_what_was_given_back_stays_so(program: Program) -> None:
+    ours = follower(program, SIZE)
+    assert ours.look()
+    assert reserve.look(program.id).ready == SIZE
+    reserve.order(program.id, 0)
+    assert ours.look()
+    assert reserve.look(program.id).ready == 0
+
+
+def test_auto_is_what_it_holds_once_that_stays(program: Program) -> None:
+    held: Held = {program.pid: {"GPU-1": 8 * MIB, "GPU-2": None}}
+    ours = follower(program, None, lambda: held)
+    ours.look()
+    assert reserve.look(program.id).ready == 0, "it may be growing"
+    ours.look()
+    assert reserve.look(program.id).ready == 8 * MIB + reserve.MORE_BYTES
+    held[program.pid]["GPU-1"] = 16 * MIB
+    ours.look()
+    ours.look()
+    now = reserve.look(program.id)
+    assert (now.ready, now.auto) == (16 * MIB + reserve.MORE_BYTES, True)
+
+
+def test_short_of_memory_it_asks_again_later(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = HostRoom(GIB, "MemAvailable")
+    monkeypatch.setattr(reserve.host, "host_room", lambda *_: room)
+    ours = follower(program, SIZE)
+    assert ours.look()
+    room = HostRoom(2 * GIB, "MemAvailable")
+    assert ours.look()
+    assert reserve.look(program.id).ready == 0
+    ours._not_before.clear()
+    assert ours.look()
+    assert reserve.look(program.id).ready == SIZE
+
+
+def test_it_ends_with_the_program(program: Program) -> None:
+    ours = follower(program, SIZE)
+    program.process.kill()
+    program.process.communicate()
+    assert not ours.look()
+
+
+# What it is good for.
+
+
+def test_what_is_ready_is_not_needed_once_more(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve.order(program.id, SIZE)
+    member = GpuProcess(program.id, "program", 0, State.RUNNING, (GpuBytes("GPU-1", GIB),))
+    needed, _, short = host_room.for_images([member], "driver", Path("/"))
+    assert (needed > GIB, short) == (True, [])
+    for available, refused in ((needed - 1, True), (needed, False)):
+        room = HostRoom(available - SIZE, "MemAvailable")
+        monkeypatch.setattr(host_room.host, "host_rooms", lambda *_, room=room: [room])
+        assert bool(host_room.for_images([member], "driver", Path("/"))[2]) is refused
