@@ -177,8 +177,11 @@ RARE static void look_for_gpu_memory(int fd)
         link[n + i] = (char)('0' + fd % 10);
     long length = quietly(SYS_readlinkat, AT_FDCWD, (long)link, (long)path, sizeof path);
     size_t tail = sizeof wanted - 1;
-    if (length >= (long)tail && length < (long)sizeof path && !memcmp(path + length - tail, wanted, tail) && atomic_exchange(&awaits_gpu_memory, 0))
+    if (length >= (long)tail && length < (long)sizeof path && !memcmp(path + length - tail, wanted, tail) &&
+        atomic_exchange(&awaits_gpu_memory, 0)) {
+        reserve_begin();
         start_keeper();
+    }
 }
 
 OURS void *mmap(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset)

@@ -157,6 +157,9 @@ static inline uint32_t own_pid(void)
 /* Start the keeper, unless it is there. */
 void start_keeper(void);
 
+/* The process has GPU memory now. */
+void reserve_begin(void);
+
 /* Memory for an image of *nbytes*: zero and mapped as the driver wants it, ready in part, still to be populated where it is not. NULL: there is
  * none to be had here, and none is kept that would be in the way. */
 void *reserve_take(size_t nbytes);

@@ -9,6 +9,9 @@
  *   |-- not -----|-- zeroed ----|-- no pages ---|-- no access --|      nothing taken
  *   |-- images ------|-- zeroed |                                      taken: up to there
  *
+ * The area is mapped while the process has its GPU memory, and never for an image that is being made: where GPU memory was, the driver will want
+ * the same addresses again.
+ *
  * How much is wanted comes from gpuckpt, which knows what the machine and the cgroups can give, in steps. Populating and zeroing is done by one bare
  * thread with nice 19, by STEP at a time: while it populates, others wait that map memory. A child of the program gets none of it, an
  * image excepted, which is mapped just as the driver asked.
@@ -141,10 +144,10 @@ static long map(void)
 /* Have the first *nbytes* writable. */
 static long open_up(size_t nbytes)
 {
-    long result = page.area ? 0 : map();
-    if (result == 0 && nbytes > its.nbytes)
+    long result = 0;
+    if (!page.area || nbytes > its.nbytes)
         return -ENOMEM;
-    if (result == 0 && nbytes > its.writable) {
+    if (nbytes > its.writable) {
         result = quietly(SYS_mprotect, (long)(page.area + its.writable), (long)(nbytes - its.writable), PROT_READ | PROT_WRITE, 0);
         if (result == 0)
             its.writable = nbytes;
@@ -227,20 +230,27 @@ static void have_it_done(void)
     its.running = !atomic_load(&its.tid) && bare_thread(work_in_the_background, NULL, stack + STACK_BYTES, &its.tid, 0) == 0;
 }
 
+void reserve_begin(void)
+{
+    begin_anew_in_a_child();
+    if (!page.reserve_auto || !enter())
+        return;
+    if (!page.area)
+        map();
+    leave();
+}
+
 void *reserve_take(size_t nbytes)
 {
     void *found = NULL;
     size_t whole = up(nbytes, HUGE_PAGE);
     uint64_t operation = atomic_load(&page.operation);
-    if (!page.kept)
-        return NULL;
-    begin_anew_in_a_child();
-    if (!enter())
+    if (!page.kept || its.pid != own_pid() || !page.area || !enter())
         return NULL;
     if (page.taken && its.operation != operation)
         release(); /* an earlier image was not unmapped, or not so that we saw it */
     size_t from = page.taken, to = from + whole, dirty = page.dirty < to ? page.dirty : to;
-    if (its.parts < MOST_IMAGES && open_up(to) == 0 && drop(from, dirty) == 0) {
+    if ((page.wanted || page.reserve_auto) && its.parts < MOST_IMAGES && open_up(to) == 0 && drop(from, dirty) == 0) {
         size_t clean = dirty > from ? dirty : from, until = page.ready < from + nbytes ? page.ready : from + nbytes;
         page.from_reserve += until > clean ? until - clean : 0;
         found = (void *)(page.area + from);
@@ -331,7 +341,9 @@ long reserve_order(uint64_t nbytes, int as_the_last)
             release();
         else {
             shrink(wanted);
-            result = open_up(wanted);
+            result = page.area ? 0 : map();
+            if (result == 0)
+                result = open_up(wanted);
             if (result < 0)
                 page.wanted = page.ready;
             have_it_done();

@@ -30,6 +30,7 @@ MARGIN_BYTES = GIB
 STEP_BYTES = 256 * MIB
 #: An image is about 10 MiB larger than what the process holds on its GPUs (benchmarks/results/driver-facts.json).
 MORE_BYTES = 32 * MIB
+_GPU_MEMORY = b"/dev/nvidia-uvm"  # mapped while the process is not suspended
 #: After how long without a page more it is given up, in seconds: the thread has the lowest priority.
 STALLED_S = 60.0
 
@@ -101,6 +102,8 @@ def order(
     with keeper.of(process) as found:
         if not found.stays:
             raise Unavailable(f"pid {process} was not started to keep memory ready")
+        if nbytes and not any(_GPU_MEMORY in path for _, _, _, path in page.mappings(process.pid)):
+            return Outcome(0, _words(errno.EBUSY))
 
         def ready() -> int:
             return int(found.reserve()[5])

@@ -1,14 +1,26 @@
 """Suspends with the preload library and without it, in turn on two processes of one kind; what the library saw; what a failing image mmap
-does. usage: preload.py [GIB] [N] [torch|plain]
+does. usage: preload.py [GIB] [N] [torch|plain [reserve]]
 
 Answers first whether the library can act at all: "the restore thread maps the image, from libcuda" fails with the thread and the caller that
 it saw instead. Needs a C compiler for plain_target.c, or $PLAIN_TARGET, a build of it. Ends after LIMIT_S in any case; where time is short it
 makes fewer than N rounds, and the file says how many. With one kind of process named, that alone is looked at, and its results are in
 preload_KIND.json.
+
+With "reserve": the driver alone, the library, and the library with memory kept ready, in turn. Each round has a fresh process of each, which is
+suspended and resumed twice: a first suspend and a later one. In reserve_KIND.json:
+
+    KIND_arms                {"without" | "with" | "reserve": [{"first": cycle, "later": cycle} of each process]}
+    KIND_first_median_s,     of each of the three: checkpoint, restore, and the commands' wall time
+    KIND_later_median_s
+    KIND_first_ratio,        of "with" and of "reserve": the same, divided by the driver's alone
+    KIND_later_ratio
+    KIND_reserve             of each process that kept memory ready: how much, in what time it was there (ready_s), in what time it was zeroed
+                             after each resume (zeroed_s), and what came back of it (returned)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,7 +37,7 @@ from typing import Any
 import psutil
 from lab import HERE, SIMULATED, Results, Target, gpuckpt, left_s, limit, state, used_mib
 
-from gpuckpt.image import preload
+from gpuckpt.image import preload, reserve
 from gpuckpt.image.preload import Unavailable
 from gpuckpt.inspect import processes
 
@@ -35,7 +47,8 @@ if SIMULATED:
 LIMIT_S = 420.0
 gib, n = float(sys.argv[1]) if len(sys.argv) > 1 else 20, int(sys.argv[2]) if len(sys.argv) > 2 else 5
 only = sys.argv[3] if len(sys.argv) > 3 else ""
-r = Results(f"preload_{only}" if only else "preload")
+RESERVE = "reserve" in sys.argv[4:]
+r = Results(f"reserve_{only}" if RESERVE else f"preload_{only}" if only else "preload")
 FOLDER = tempfile.TemporaryDirectory()
 CALLS = """
 import json, sys, time
@@ -70,7 +83,7 @@ def result(pid: int) -> dict[str, Any]:
         return {"unavailable": str(e)}
     images = [{"mib": i.nbytes >> 20, "verdict": i.verdict.name, "error": i.error, "flags": flags(pid, i.address)} for i in seen.images]
     last = {"verdict": seen.last.name, "thread": thread(pid, seen.last_tid), "caller": mapping(pid, seen.last_caller), "mib": seen.last_nbytes >> 20}
-    return {"images": images, "seen": seen.seen, "last": last, "populate_s": seen.populate_s, "threads": seen.threads, "huge": seen.huge_pages, "copied_mib": seen.copied >> 20, "copies": seen.copies, "copy_threads": seen.copy_threads}
+    return {"images": images, "seen": seen.seen, "last": last, "populate_s": seen.populate_s, "threads": seen.threads, "huge": seen.huge_pages, "copied_mib": seen.copied >> 20, "copies": seen.copies, "copy_threads": seen.copy_threads, "from_reserve_mib": seen.from_reserve >> 20}
 
 
 def thread(pid: int, tid: int) -> str:
@@ -103,10 +116,10 @@ def library_off() -> dict[str, str]:
     return {"LD_PRELOAD": "", "GPUCKPT_PRELOAD": "0"}
 
 
-def start(kind: str, on: bool, size: float) -> Target:
-    env = {} if on else library_off()
+def start(kind: str, on: bool, size: float, more: dict[str, str] | None = None) -> Target:
+    env = (more or {}) if on else library_off()
     if kind == "torch" or SIMULATED:
-        return Target(size, "plain", env=dict(preload.environment()) if on else env)
+        return Target(size, "plain", env={**preload.environment(), **env} if on else env)
     return Target(env=env, program=[*(["gpuckpt", "exec", "--"] if on else []), plain_target(), str(size)])
 
 
@@ -171,6 +184,81 @@ def side_by_side(kind: str, until_left_s: float) -> None:
     r.check(f"{kind}: nothing stays in host memory", all(x["rss_grew_mib"] < 300 for x in rows["with"][1:]), [x["rss_grew_mib"] for x in rows["with"]])
 
 
+def kept(pid: int, *amount: object) -> dict[str, Any]:
+    """What `gpuckpt reserve` says of *pid*, told to have so much ready."""
+    code, document, wall = gpuckpt("reserve", pid, *amount)
+    if code or not document.get("reserved"):
+        return {"exit": code, "error": document.get("error"), "wall_s": wall}
+    return {**document["reserved"][0], "warnings": document["warnings"], "wall_s": wall}
+
+
+def zeroed_s(pid: int) -> float | None:
+    """Seconds until all that came back is zeroed; None after a minute."""
+    begun = time.monotonic()
+    while time.monotonic() < begun + 60:
+        now = kept(pid)
+        if "error" in now or now["zeroed_bytes"] >= now["wanted_bytes"]:
+            return round(time.monotonic() - begun, 2)
+        time.sleep(0.1)
+    return None
+
+
+def one_of_three(kind: str, arm: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A first and a later cycle of a fresh process, and of memory kept ready what there is to tell."""
+    t = start(kind, arm != "without", gib, {reserve.VARIABLE: reserve.FIXED} if arm == "reserve" else None)
+    told: dict[str, Any] = {}
+    try:
+        if arm == "reserve" and not SIMULATED:
+            told = {"asked_mib": used_mib() + 64} | kept(t.pid, f"{used_mib() + 64}MiB")
+            told["ready_s"] = told.pop("wall_s")
+        rows = {"first": cycle(t)}
+        if told:
+            told["zeroed_s"] = [zeroed_s(t.pid)]
+        rows["later"] = cycle(t)
+        if told:
+            told["zeroed_s"].append(zeroed_s(t.pid))
+            found = processes.read(t.pid)
+            with contextlib.suppress(Unavailable):
+                told["returned"] = reserve.look(found.id).returned  # type: ignore[union-attr]
+        return rows, told
+    finally:
+        t.end()
+
+
+def three_arms(kind: str) -> None:
+    rows: dict[str, list[dict[str, Any]]] = {"without": [], "with": [], "reserve": []}
+    told, round_s = [], 0.0
+    while len(rows["reserve"]) < n and (not round_s or left_s() > 5 + 1.1 * round_s):
+        begun = time.monotonic()
+        for arm, seen in rows.items():
+            both, more = one_of_three(kind, arm)
+            seen.append(both)
+            told += [more] if more else []
+            print(kind, arm, json.dumps({turn: {k: x.get(k) for k in ("checkpoint", "restore", "same")} for turn, x in both.items()} | more), flush=True)
+            r.note(f"{kind}_arms", rows)
+            r.note(f"{kind}_reserve", told)
+        round_s = max(round_s, time.monotonic() - begun)
+    every = [x for seen in rows.values() for both in seen for x in both.values()]
+    r.check(f"{kind}: every suspend and resume, same answers", all(x["suspend"] == x["resume"] == 0 and x["same"] for x in every))
+    keys = ("suspend_wall_s", "checkpoint", "resume_wall_s", "restore")
+    ratios = {}
+    for turn in ("first", "later"):
+        median = {arm: {k: round(statistics.median(both[turn][k] for both in seen), 3) for k in keys} for arm, seen in rows.items()}
+        ratios[turn] = {arm: {k: round(median[arm][k] / median["without"][k], 3) for k in keys if median["without"][k]} for arm in ("with", "reserve")}
+        r.note(f"{kind}_{turn}_median_s", median)
+        r.note(f"{kind}_{turn}_ratio", ratios[turn])
+        print(kind, turn, json.dumps({"median": median, "ratio": ratios[turn]}), flush=True)
+    if SIMULATED:
+        return
+    ready = [x["library"] for both in rows["reserve"] for x in both.values()]
+    r.check(f"{kind}: the first mapping of GPU memory was seen", all("error" not in x for x in told), told[:1])
+    r.check(f"{kind}: images come from what is ready, and as the library makes them", all(x.get("from_reserve_mib", 0) > 0.95 * gib * 1024 and [i["verdict"] for i in x.get("images", [])] == ["FAST"] and {"hg", "dd"} <= set(x["images"][0]["flags"].split()) for x in ready), ready[:2])
+    r.check(f"{kind}: libcuda unmaps an image so that its memory comes back", all(x.get("returned") == 2 for x in told), told)
+    r.check(f"{kind}: checkpoint at most 0.4 of the driver's own at the first suspend", ratios["first"]["reserve"]["checkpoint"] <= 0.4, ratios)
+    r.check(f"{kind}: the first is no slower than with the library alone", ratios["first"]["reserve"]["checkpoint"] <= 1.05 * ratios["first"]["with"]["checkpoint"], ratios)
+    r.check(f"{kind}: restore no slower", ratios["first"]["reserve"]["restore"] <= 1.1, ratios)
+
+
 def restore_thread() -> None:
     """Who it is, in each state."""
     t = start("torch", False, 1)
@@ -219,6 +307,9 @@ if not SIMULATED and not os.environ.get("PLAIN_TARGET") and shutil.which("gcc") 
 r.note("gib", gib)
 r.note("threads", preload.threads(os.getpid()))
 limit(r, LIMIT_S)
+if RESERVE:
+    three_arms(only)
+    r.finish()
 if only:
     side_by_side(only, 3)
     r.finish()
