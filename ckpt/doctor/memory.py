@@ -8,8 +8,8 @@ import time
 from typing import TYPE_CHECKING
 
 from gpuckpt.doctor.check import Check, FaultRates, Subject, gib
-from gpuckpt.image import paths, preload
-from gpuckpt.inspect import host
+from gpuckpt.image import paths, preload, reserve
+from gpuckpt.inspect import host, processes
 from gpuckpt.model import GIB, MIB
 from gpuckpt.pool import allocator
 
@@ -207,6 +207,9 @@ def preload_library(subject: Subject) -> Iterator[Check]:
     without = len(subject.processes) - len(have)
     if have and without:
         told += f", not in {without} other{'s' if without > 1 else ''}"
+    ready = {pid: n for pid in have if (found := processes.read(pid)) and (n := reserve.ready_bytes(found.id))}
+    if ready:
+        told += "; kept ready for images: " + ", ".join(f"{gib(n)} in {subject.name(pid)}" for pid, n in ready.items())
     if why := preload.problem():
         fix = f"unset {preload.VARIABLE}" if why.startswith(preload.VARIABLE) else _COMPILE
         yield Check(name, "warning", f"none: {why}. Suspends take the driver's own path; {told}", fix)
