@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from gpuckpt import claims, errors, refusals
+from gpuckpt.image import reserve
 from gpuckpt.inspect import processes
 from gpuckpt.journal import Member, Record, void_words
 from gpuckpt.local import LocalWorld
@@ -28,6 +29,7 @@ class Row:
     gpus: tuple[GpuBytes, ...] = ()
     host_bytes: int = 0  # of its image, where that is in memory, and of what its pool keeps there
     disk_bytes: int = 0  # and where it is on disk
+    reserved_bytes: int = 0  # of host memory that is kept ready for its image
     since: float | None = None  # seconds since the epoch: when it was suspended
     by: str = ""
     group: str = ""  # id of its journal record
@@ -93,6 +95,7 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
                 nbytes - on_disk + moved,
                 on_disk,
+                reserve.ready_bytes(proc.id),
                 record.since if record and word in ("suspended", BY_POOL, HELD) else None,
                 record.by if record else "",
                 record.id if record else "",

@@ -85,6 +85,7 @@ def row_dict(row: Row) -> dict[str, Any]:
         "gpus": [{"uuid": g.uuid, "bytes": g.nbytes} for g in row.gpus],
         "host_bytes": row.host_bytes,
         "disk_bytes": row.disk_bytes,
+        "reserved_bytes": row.reserved_bytes,
         "suspended_since": row.since,
         "by": row.by,
         "group": row.group,

@@ -167,6 +167,10 @@ def run(
                 prepared = vllm.prepare(command, os.environ, socket, without)
             if "preload" not in without:
                 prepared = _with_library(prepared, reserve)
+            if reserve is not None and "reserve" not in prepared.changes:
+                prepared = dataclasses.replace(
+                    prepared, warnings=(*prepared.warnings, "--reserve does nothing without the preload library")
+                )
             rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
             first, later = ("ram", keep_in[4:]) if keep_in.startswith("ram,") else (keep_in, "")
             method = "driver" if keep else "auto"  # its own allocator would drop the cache

@@ -45,8 +45,9 @@ def show(report: Report) -> None:
     for r in rows:
         on = ", ".join(f"{size(g.nbytes)} on {g.uuid}" for g in r.gpus)
         image = f"{size(r.host_bytes)} in host memory" if r.host_bytes else f"{size(r.disk_bytes)} on disk" if r.disk_bytes else ""
+        ready = f"{size(r.reserved_bytes)} of host memory kept ready" if r.reserved_bytes else ""
         since = f"since {duration(max(0.0, time.time() - r.since))} by {r.by}" if r.since else ""
-        facts = ", ".join(x for x in (on, image, since, r.note) if x)
+        facts = ", ".join(x for x in (on, image, ready, since, r.note) if x)
         click.echo(f"{r.state}: pid {r.pid} ({r.name}, {r.user})" + (f"  {facts}" if facts else ""))
     if not rows:
         click.echo("no process holds GPU memory, and none is suspended")

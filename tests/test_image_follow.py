@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 
 from gpuckpt import follow, host_room
+from gpuckpt.cli import ps, status
 from gpuckpt.cli import reserve as command
-from gpuckpt.image import preload, reserve
+from gpuckpt.image import keeper, preload, reserve
 from gpuckpt.image.page import Unavailable
 from gpuckpt.inspect import processes
-from gpuckpt.model import GIB, GpuBytes, GpuProcess, HostRoom, ProcessId, State
+from gpuckpt.model import GIB, GpuBytes, GpuProcess, HostRoom, ProcessId, Report, State
+from gpuckpt.overview import Overview, Row
 from tests.conftest import COMMAND, eventually
 from tests.image_machine import MIB, Program, Start
+from tests.machines import Machine as Laid
 
 SIZE = 32 * MIB
 
@@ -131,6 +134,8 @@ def test_a_run_tells_of_it_before_it_starts() -> None:
     found = json.loads(ran.stdout)
     assert found["environment"][reserve.VARIABLE] == "auto"
     assert "as many bytes as an image takes" in found["changes"]["reserve"]
+    off = json.loads(gpuckpt("run", "--reserve", "auto", "--without", "preload", "--dry-run", "--json", "--", "sleep", "1").stdout)
+    assert off["warnings"] == ["--reserve does nothing without the preload library"]
     assert gpuckpt("run", "--reserve", "0", "--dry-run", "--", "sleep", "1").returncode == 2
 
 
@@ -230,3 +235,46 @@ def test_what_is_ready_is_not_needed_once_more(program: Program, monkeypatch: py
         room = HostRoom(available - SIZE, "MemAvailable")
         monkeypatch.setattr(host_room.host, "host_rooms", lambda *_, room=room: [room])
         assert bool(host_room.for_images([member], "driver", Path("/"))[2]) is refused
+
+
+def test_status_and_ps_tell_what_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row(7, "train", "alice", "running", reserved_bytes=SIZE)
+    status.show(Report("status", True, False, details={"_overview": Overview((), (row,))}))
+    assert capsys.readouterr().out == "running: pid 7 (train, alice)  32 MiB of host memory kept ready\n"
+    assert ps.row_dict(row)["reserved_bytes"] == SIZE
+
+
+def test_the_doctor_tells_what_is_ready(program: Program, tmp_path: Path) -> None:
+    reserve.order(program.id, SIZE)
+    machine = Laid(tmp_path / "machine")
+    machine.process(program.pid, 1, "trainer", maps=f"7f0000000000-7f0000001000 r-xp 00000000 08:01 7 {preload.library()}\n")
+    assert f"kept ready for images: 0.0 GiB in {program.pid} (trainer)" in machine.line("preload library").message
+
+
+# Bad days.
+
+
+def test_a_gpuckpt_that_is_killed_in_the_middle(program: Program) -> None:
+    """What it had asked for last is all that comes, and the next one goes on from there."""
+    with keeper.of(program.id) as found:
+        found.have_ready(SIZE // 2, auto=False)
+    eventually(lambda: reserve.look(program.id).ready == SIZE // 2, "the step that was asked for")
+    assert reserve.order(program.id, SIZE) == reserve.Outcome(SIZE)
+
+
+def test_a_program_that_is_killed_takes_its_memory_along(program: Program) -> None:
+    with keeper.of(program.id) as found:
+        found.have_ready(512 * MIB, auto=False)  # it is being populated
+    program.process.kill()
+    program.process.communicate()
+    with pytest.raises(Unavailable):
+        reserve.look(program.id)
+    assert reserve.ready_bytes(program.id) == 0
+
+
+def test_a_program_that_is_stopped_is_said_to_be(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reserve.look(program.id).ready == 0
+    monkeypatch.setattr(keeper, "ANSWER_S", 0.05)
+    program.stop()
+    with pytest.raises(keeper.Unanswered, match="stopped"):
+        reserve.order(program.id, SIZE)

@@ -82,6 +82,10 @@ def test_the_budget(machine: Machine) -> None:
     assert left()[0] == 4 << 30, "what another is about to take is not free"
     assert left(12 << 30, 1 << 30) == (1 << 30, "the host budget of 12.0 GiB leaves 1.0 GiB; it holds b 6.0 GiB, a 4.0 GiB")
     assert left(100 << 30)[0] == 4 << 30
+    there.append({"name": "c", "host_bytes": 0, "reserved_bytes": 1 << 30, "state": "ready"})
+    assert left(12 << 30)[0] == 1 << 30, "memory kept ready by a run that is awake counts"
+    ready = Budget(None, others, {"GPUCKPT_SIMULATE": str(machine.world.path)}, ready=lambda: 3 << 30)
+    assert asyncio.run(ready.left())[0] == 7 << 30, "what it keeps ready itself is there"
     with pytest.raises(errors.HostMemory, match="needs 5"):
         asyncio.run(Budget(None, others, {"GPUCKPT_SIMULATE": str(machine.world.path)}).check(5 << 30))
 
