@@ -98,7 +98,15 @@ def start(nbytes: int | None, environ: Mapping[str, str] = os.environ) -> None:
     us = processes.read(os.getpid())
     if us is None:
         return
-    words = [sys.executable, "-m", "gpuckpt.follow", str(us.pid), str(us.start_ticks), reserve.AUTO if nbytes is None else str(nbytes)]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "gpuckpt.follow",
+        str(us.pid),
+        str(us.start_ticks),
+        reserve.AUTO if nbytes is None else str(nbytes),
+    ]
     with contextlib.suppress(OSError):
         child = os.fork()
         if child:

@@ -10,8 +10,10 @@ from gpuckpt.driver import mappings
 from gpuckpt.image import keeper, memory, preload, reserve
 from gpuckpt.image.page import Unavailable
 from gpuckpt.image.preload import Verdict
+from gpuckpt.model import Call
 from tests.conftest import eventually
 from tests.image_machine import MIB, Program, Start, is_image, is_plain
+from tests.image_suspended import NBYTES, Suspended
 
 SIZE = 64 * MIB
 
@@ -242,6 +244,19 @@ def test_an_image_that_goes_to_disk_takes_what_is_ready_along(ready: Program) ->
     now = reserve.look(ready.id)
     assert (now.wanted, now.ready) == (40 * MIB, 40 * MIB)
     assert reserve.order(ready.id, SIZE).ready == SIZE
+
+
+def test_by_way_of_a_file(ready: Program, tmp_path: Path) -> None:
+    rss = ready.rss()
+    suspended = Suspended(ready, tmp_path)
+    assert ready.result.from_reserve == NBYTES
+    suspended.keep()
+    assert ready.rss() < rss - 60 * MIB
+    suspended.call(Call.LOAD)
+    assert suspended.whole()
+    resume(ready, suspended.address, NBYTES)
+    eventually(lambda: zeroed(ready), "it is zeroed")
+    assert suspend(ready, NBYTES) == (suspended.address, NBYTES)
 
 
 def test_it_stops_where_memory_is_short(start_program: Start, uvm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
