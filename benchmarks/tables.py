@@ -291,6 +291,21 @@ def side_by_side() -> str:
     return "\n".join(rows)
 
 
+def reserve() -> str:
+    """The driver as it is, with the preload library, and with memory kept ready for it."""
+    rows = ["| | driver alone | with the library | and memory kept ready | processes of each |", "|---|---|---|---|---|"]
+    for kind, what in (("plain", "plain C program"), ("torch", "torch")):
+        if found := result(f"reserve_{kind}"):
+            arms = found[f"{kind}_arms"]["reserve"]
+            gib = found[f"{kind}_reserve"][0]["asked_mib"] / 1024
+            for when in ("first", "later"):
+                median = found[f"{kind}_{when}_median_s"]
+                numbers = [f"{median[arm]['checkpoint']:.2f} / {median[arm]['restore']:.2f} s" for arm in ("without", "with", "reserve")]
+                name = f"{what}, {gib:.1f} GiB, {when} checkpoint / restore ({source(f'reserve_{kind}', DOCS)})"
+                rows.append(f"| {name} | {' | '.join(numbers)} | {len(arms)} |")
+    return "\n".join(rows)
+
+
 def pool() -> str:
     """What the pool was measured to do beside the driver alone, on one process."""
     found = result("pool")
