@@ -14,13 +14,15 @@ from lab import SIMULATED, Results, Target, gpuckpt, wall_s
 ALONE = """
 import json, sys, time
 from cuda.bindings import driver as cu
-pid = int(sys.argv[1]); out = {}
+pid, pause = int(sys.argv[1]), float(sys.argv[2]); out = {}
 def call(name, *a):
     t = time.perf_counter(); r = getattr(cu, "cuCheckpointProcess" + name)(pid, *a); assert int(r[0]) == 0, r; out[name] = time.perf_counter() - t
 a = cu.CUcheckpointLockArgs(); a.timeoutMs = 10000
-call("Lock", a); call("Checkpoint", None); call("Restore", None); call("Unlock", None)
+call("Lock", a); time.sleep(pause); call("Checkpoint", None); time.sleep(10 * pause); call("Restore", None); call("Unlock", None)
 print(json.dumps(out))
 """
+#: gpuckpt looks at the group once more between lock and checkpoint: here such a pause, and ten times that before the restore.
+PAUSE_S = 0.025
 n = int(sys.argv[1]) if len(sys.argv) > 1 else 7
 r = Results("overhead")
 if not SIMULATED:
@@ -31,10 +33,11 @@ if not SIMULATED:
         r.note("bytecode", "pynvml had no bytecode there, and was compiled beforehand as pip does")
 target = Target(0.25)
 try:
-    alone, ours = [], []
+    alone, paused, ours = [], [], []
     for _ in range(n):
-        p = subprocess.run([sys.executable, "-c", ALONE, str(target.pid)], capture_output=True, text=True, timeout=60, check=True)
-        alone.append(json.loads(p.stdout))
+        for found, pause in ((alone, 0.0), (paused, PAUSE_S)):
+            p = subprocess.run([sys.executable, "-c", ALONE, str(target.pid), str(pause)], capture_output=True, text=True, timeout=60, check=True)
+            found.append(json.loads(p.stdout))
         code, down, down_wall = gpuckpt("suspend", target.pid)
         up_code, up, up_wall = gpuckpt("resume", target.pid)
         assert code == up_code == 0, (down, up)
@@ -49,6 +52,7 @@ try:
         "resume_beyond_its_own_calls_s": round(statistics.median(x["resume_wall"] - x["resume_restore"] - x["resume_unlock"] for x in ours), 4),
     }
     r.note("driver_alone_median_s", median)
+    r.note("driver_alone_paused_median_s", {k: round(statistics.median(x[k] for x in paused), 4) for k in paused[0]})
     r.note("gpuckpt_median_s", mine)
     r.note("added", added)
     r.note("status_wall_s", [gpuckpt("status", target.pid)[2] for _ in range(15)])
