@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gpuckpt import errors, plan
 from gpuckpt.agent.client import Agents
+from gpuckpt.agent.protocol import LOOK_S
 from gpuckpt.inspect import ranks
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.model import GpuProcess, Outsider, Rank, State
@@ -52,10 +53,10 @@ def outsiders(
     if not ranks.hazards({"": known}):
         return ()
     wanted, inside = {(r.communicator, r.size) for r in known}, {r.pid for r in known}
-    hellos = agents.hellos(p.id for p in loaded() if p.pid not in inside and not p.stopped)
+    hellos = agents.looks(agents.hellos(p.id for p in loaded() if p.pid not in inside and not p.stopped), LOOK_S)
     found = []
     for process, hello in hellos.items():
-        for c in hello.communicators:
+        for c in hello.communicators if hello else ():
             if (c["name"], c["size"]) in wanted:
                 rank = Rank(process.pid, c["name"], c["rank"], c["size"], c.get("nccl", ""))
                 found.append(Outsider(rank, f"{describe(process.pid)} on {os.uname().nodename}", process.pid in near))

@@ -127,8 +127,13 @@ class Group(Walk):
         self.hazards = inventory.hazards
         return inventory
 
+    def look_s(self) -> float:
+        """How long an inspection waits for programs to look at their communicators: one that is busy for so long does not come to its safe
+        point either, for which the other half of the time is left."""
+        return max(0.0, self.deadline - self.world.now()) / 2 if self.command == "suspend" else 0.0
+
     def inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
-        inventory = self.world.inspect(targets, tree=tree, along=self.beside, method=self.method)
+        inventory = self.world.inspect(targets, tree=tree, along=self.beside, method=self.method, look_s=self.look_s())
         self.warnings += [w for w in inventory.warnings if w not in self.warnings]
         if self.barrier.several:  # then it is looked at over all hosts
             return inventory

@@ -110,7 +110,9 @@ class LocalWorld:
 
     # Looking.
 
-    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto") -> Inventory:
+    def inspect(
+        self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto", look_s: float = 0.0
+    ) -> Inventory:
         procs = processes.table()  # first: NVML may still be on its way
         refusals.check_driver(self.devices.version())
         self._said.clear()
@@ -139,7 +141,9 @@ class LocalWorld:
         near = {pid for others in related.values() for pid in others}
         able = [procs[pid].id for pid in {*members, *near} if pid in procs and not self.halted(procs[pid].id)]  # others keep us waiting
         self._said |= self.agents.hellos(p for p in able if p not in self._said)
+        self._said |= self.agents.looks({p: said for p in able if (said := self._said.get(p))}, look_s, lambda: bool(self._signals))
         hellos = {p.pid: hello for p in able if (hello := self._said.get(p))}
+        blind = {pid for pid in members if pid in hellos and hellos[pid].blind}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
         members = {pid: _with_agent(p, hellos.get(pid)) for pid, p in members.items()}
         silent = {p.pid for p in self.agents.silent}
@@ -147,6 +151,7 @@ class LocalWorld:
         found = [hazards.silent(p) for p in members.values() if p.pid in silent]
         for p in members.values():
             own = hazards.of_process(p, procs[p.pid], self.root, communicators=_ranks(hellos.get(p.pid)))
+            own = [h for h in own if not (p.pid in blind and h.kind == "nccl-communicator")]  # it looks itself, when it stands
             found += [h for h in own if not p.along or h.kind == "stopped"]  # it is not checkpointed
         found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]
         unvouched = {pid: {o: how for o, how in others.items() if not {pid, o} <= vouched} for pid, others in related.items()}
@@ -156,8 +161,8 @@ class LocalWorld:
         if not self.simulated:
             found += hazards.mps(procs.values())
         needed, room, short = self.host_room(list(members.values()), method)
-        ranks = _ranks_of({pid: hello for pid, hello in hellos.items() if pid in members})
-        warnings = (*map(void_words, void), *self.journal.unreadable(), *advice(ranks))
+        ranks = () if blind else _ranks_of({pid: hello for pid, hello in hellos.items() if pid in members})
+        warnings = (*map(void_words, void), *self.journal.unreadable(), *_unseen(hellos, members), *advice(ranks))
         outside = beside.outsiders(
             ranks, self.agents, lambda: [procs[p] for p in self.devices.loaded(list(procs)) if p != self.me.pid], near, self.describe
         )
@@ -336,8 +341,9 @@ class LocalWorld:
         timeout_s: float,
         movable: Collection[ProcessId] = (),
         keep: bool = False,
+        accept: bool = False,
     ) -> dict[ProcessId, AgentPending]:
-        return self.agents.start(call, processes_, operation, timeout_s, movable, keep)
+        return self.agents.start(call, processes_, operation, timeout_s, movable, keep, accept)
 
     def wait(self, pending: Collection[Any], until: float) -> None:
         if any(p.call is Call.CHECKPOINT for p in pending):
@@ -388,6 +394,14 @@ def _with_agent(process: GpuProcess, hello: Hello | None) -> GpuProcess:
     comms_bytes = sum(c.get("host_bytes", 0) for c in hello.communicators)
     seen = {"vouched": not hello.hazards, "movable": hello.movable, "offloaded": hello.offloaded, "comms_bytes": comms_bytes}
     return dataclasses.replace(process, agent=True, **seen)
+
+
+def _unseen(hellos: Mapping[int, Hello], members: Mapping[int, GpuProcess]) -> Iterator[str]:
+    for pid in sorted(members):
+        if pid in hellos and hellos[pid].unseen:
+            known = "not known" if hellos[pid].blind else "told of as they were seen before"
+            then = f"its communicators are {known}, and are looked at when it stands there"
+            yield f"pid {pid} ({members[pid].name}): {hellos[pid].unseen}: {then}"
 
 
 def _ranks(hello: Hello | None) -> list[int] | None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from gpuckpt import keeping, method, plan, room
+from gpuckpt.agent.protocol import LOOK_S
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found, as_member
 from gpuckpt.model import GpuReport, ProcessReport, Report, State
@@ -14,6 +15,10 @@ from gpuckpt.words import HELD, word
 
 class Preview(Group):
     """Has the same commands as :class:`gpuckpt.operation.Operation`, and only looks."""
+
+    def look_s(self) -> float:
+        """Nobody types it to wait."""
+        return LOOK_S if self.command == "suspend" else 0.0
 
     def suspend(
         self,

@@ -39,6 +39,12 @@ def of_agent(who: str, call: Call, process: ProcessId, outcome: Outcome) -> Gpuc
     """What an agent could not do. Communicators that broke on the way are broken for good."""
     where: dict[str, Any] = {"pid": process.pid, "step": str(call)}
     failed = outcome.result == "agent:FAILED"
+    if outcome.result == "agent:REFUSED" and call is Call.QUIESCE:
+        said = f"{who}, when it stood at its safe point: {outcome.message}; nothing was suspended"
+        return errors.PossibleImport(said, hint="start the job without it (gpuckpt env)", **where)
+    if outcome.result == "agent:CHANGED":
+        said = f"{who}, when it stood at its safe point: {outcome.message}; nothing was suspended"
+        return errors.Aborted(said, hint=f"try again: gpuckpt suspend {process}", **where)
     if outcome.result == "agent:REFUSED":
         said = f"{who} could not suspend its communicators, which are as they were: {outcome.message}"
         return errors.NcclCommunicator(said, hint="start the job without what is named (gpuckpt env), or let go of it", **where)

@@ -183,6 +183,7 @@ class Walk:
                     timeout_s=left_s,
                     movable=self.movable,
                     keep=self.keep_comms,
+                    accept="possible-import" in self.accept,
                 )
             )
         for process in phase.processes if phase.call not in plan.AGENT_CALLS else ():

@@ -57,11 +57,14 @@ class World(Protocol):
         """Signals that asked us to stop, in order of arrival."""
         ...
 
-    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto") -> Inventory:
+    def inspect(
+        self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto", look_s: float = 0.0
+    ) -> Inventory:
         """The CUDA processes that *targets* stand for, and those to take along that *along* stands for, with their hazards. Raises for
         one that is none.
 
-        *method*: by which a suspend would move their memory, which decides how much host memory that takes.
+        *method*: by which a suspend would move their memory, which decides how much host memory that takes. *look_s*: how long to wait
+        for programs with an agent to look at their communicators.
         """
         ...
 
@@ -124,11 +127,13 @@ class World(Protocol):
         timeout_s: float,
         movable: Collection[ProcessId] = (),
         keep: bool = False,
+        accept: bool = False,
     ) -> Mapping[ProcessId, Pending]:
         """Begin the *call* of the agents of *processes*; an agent answers after at most *timeout_s*, or not at all.
 
         What they do together (``agent.protocol.TOGETHER``) all begin, or none: those that were ready then end as "agent:DROPPED".
-        A quiesce tells those that are *movable* that an offload follows; with *keep* the communicators are left alone.
+        A quiesce tells those that are *movable* that an offload follows; with *keep* the communicators are left alone, with *accept* their
+        hazards are taken on.
         """
         ...
 

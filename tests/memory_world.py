@@ -115,7 +115,9 @@ class MemoryWorld:
 
     # Looking.
 
-    def inspect(self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto") -> Inventory:
+    def inspect(
+        self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto", look_s: float = 0.0
+    ) -> Inventory:
         self.point("inspect")
         machine = self.machine
         for pid in (*targets, *along):
@@ -226,6 +228,7 @@ class MemoryWorld:
         timeout_s: float,
         movable: Collection[ProcessId] = (),
         keep: bool = False,
+        accept: bool = False,
     ) -> dict[ProcessId, AgentCall]:
         if call not in TOGETHER:
             asked = {}

@@ -76,12 +76,12 @@ agent.install()
 with agent.idle(), agent.idle():
     assert threading.active_count() == 2
     agent.checkpoint_here()
-assert agent._agent.idle is None
+assert agent._agent.place.rest is None
 try:
     with agent.idle():
         raise KeyError
 except KeyError:
-    assert agent._agent.idle is None
+    assert agent._agent.place.rest is None
 """
 
 

@@ -165,6 +165,12 @@ def test_a_late_answer_answers_no_other_question() -> None:
 
 
 class NoCommunicators:
+    def sockets(self) -> int:
+        return 0
+
+    def obstacles(self) -> list[str]:
+        return []
+
     def describe(self) -> list[dict[str, Any]]:
         return []
 
@@ -187,7 +193,7 @@ def test_a_greeting_does_not_hide_the_end_of_a_call(tmp_path: Path) -> None:
         quiesce = link.ask("quiesce", operation="raw", seconds=20.0)
         link.ask("hello")
         assert (link.wait_for_answer(until) or {})["stage"] == "running"
-        program = threading.Thread(target=agent.park)
+        program = threading.Thread(target=agent.place.come)
         program.start()
         assert (link.wait_for_answer(until, quiesce) or {})["result"] == "SUCCESS"
     program.join(20)

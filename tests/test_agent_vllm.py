@@ -320,7 +320,7 @@ def test_a_bell_hears_who_rings_and_for_which_visit() -> None:
 BROKEN = """
 import os, sys, gpuckpt.agent
 class Broken:
-    def describe(self): raise RuntimeError("no driver here")
+    def obstacles(self): raise RuntimeError("no driver here")
 gpuckpt.agent.install(Broken())
 from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes

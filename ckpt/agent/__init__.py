@@ -67,9 +67,10 @@ def checkpoint_here() -> None:
     Returns at once unless a suspend waits for the program; then it returns when the process has been resumed, or the suspend given up.
     """
     if _agent is not None:
-        _agent.visits += 1
-        if _agent.wanted:
-            _agent.park()
+        place = _agent.place
+        place.visits += 1
+        if place.wanted:
+            place.come()
 
 
 @contextlib.contextmanager
@@ -79,18 +80,36 @@ def idle() -> Iterator[None]:
     The whole block is a safe point: a suspend may come and go in it. Left while the process is suspended, it waits for the resume.
     It is for the thread that does the program's GPU work; no other may do any meanwhile. Without an agent it does nothing.
     """
-    agent = _agent
-    if agent is None or agent.idle is not None:
+    with _resting(stands=True):
+        yield
+
+
+def look_here() -> None:
+    """Look at the program's communicators, on its own thread: its agent can tell of them from now on, wherever the program is."""
+    if _agent is not None:
+        _agent.place.look()
+
+
+def lets_look() -> contextlib.AbstractContextManager[None]:
+    """As :func:`idle`, but no safe point: only the communicators may be looked at in it."""
+    return _resting(stands=False)
+
+
+@contextlib.contextmanager
+def _resting(*, stands: bool) -> Iterator[None]:
+    place = _agent.place if _agent is not None else None
+    if place is None or place.rest is not None:
         yield
         return
-    agent.visits += 1
-    agent.idle = _device()
-    if agent.wanted:
-        agent.stand_in()
+    from gpuckpt.agent.place import Rest
+
+    place.visits += stands
+    place.pass_by()
+    place.begin_rest(Rest(_device(), stands))
     try:
         yield
     finally:
-        agent.end_idle()
+        place.end_rest()
 
 
 def _device() -> Callable[[], None]:

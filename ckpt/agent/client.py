@@ -8,7 +8,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from gpuckpt.model import Call, Movable, Outcome, ProcessId, State
 #: How long an agent may take to say hello, or that it is ready, in seconds: its thread does nothing else.
 HELLO_DEADLINE_S = 5.0
 _ANSWER_MAX_BYTES = 1 << 20
+#: How often is looked whether somebody would not wait any more, in seconds.
+_STOP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,9 @@ class Hello:
     hazards: tuple[str, ...]
     movable: Movable | None = None
     offloaded: bool = False
+    looks: bool = False  # there is more to know, by asking NCCL
+    unseen: str = ""  # why its communicators are told of as they were seen before
+    blind: bool = False  # and it may have others by now
 
 
 @dataclass(eq=False, slots=True)
@@ -88,12 +93,16 @@ class Link:
             socket.send_fds(self.sock, [message], [] if pipe is None else [pipe])
         return self.sent
 
-    def wait_for_answer(self, until: float, number: int | None = None) -> dict[str, Any] | None:
-        """The answer to request *number*, or to the last; None if there is none by *until*."""
+    def wait_for_answer(self, until: float, number: int | None = None, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+        """The answer to request *number*, or to the last; None if there is none by *until*, or before somebody says *stop*."""
         answer, poll = None, select.poll()
         poll.register(self.sock, select.POLLIN)
-        while answer is None and poll.poll(1000 * max(0.0, until - time.monotonic())):
-            answer = self.answer(number)
+        while answer is None and not stop():
+            left_s = max(0.0, until - time.monotonic())
+            if poll.poll(1000 * min(left_s, _STOP_S)):
+                answer = self.answer(number)
+            elif not left_s:
+                break
         return answer
 
     def answer(self, number: int | None = None) -> dict[str, Any] | None:
@@ -122,15 +131,30 @@ class Agents:
 
     def hellos(self, processes_: Iterable[ProcessId]) -> dict[ProcessId, Hello]:
         """What the agents of *processes_* say of them, all asked at once; without those that have none, or none that answers in time
-        (:attr:`silent`) and can be trusted."""
+        (:attr:`silent`) and can be trusted. Their communicators are told of as they were seen last."""
+        return self._hellos(processes_, 0.0)
+
+    def looks(
+        self, found: Mapping[ProcessId, Hello], look_s: float, stop: Callable[[], bool] = lambda: False
+    ) -> dict[ProcessId, Hello | None]:
+        """*found* again, once the programs have come by and looked at their communicators, for which each waits up to *look_s*; None for
+        one that answers no more. Where somebody says *stop* meanwhile, they are told of as they were seen before."""
+        asked = [p for p, hello in found.items() if hello.looks and look_s > 0]
+        seen = self._hellos(asked, look_s, stop)
+        stopped = stop()
+        return {p: seen.get(p, hello if stopped or p not in asked else None) for p, hello in found.items()}
+
+    def _hellos(self, processes_: Iterable[ProcessId], look_s: float, stop: Callable[[], bool] = lambda: False) -> dict[ProcessId, Hello]:
         processes_ = list(processes_)
         self.silent.difference_update(processes_)
         asked = {p: link for p in processes_ if (link := self._connect(p))}
         for link in asked.values():
-            link.ask("hello")
-        until, found = time.monotonic() + HELLO_DEADLINE_S, {}
+            link.ask("hello", look_s=look_s)
+        until, found = time.monotonic() + HELLO_DEADLINE_S + look_s, {}
         for process, link in asked.items():
-            answer = link.wait_for_answer(until)
+            answer = link.wait_for_answer(until, stop=stop)
+            if answer is None and stop():
+                continue  # what it says later answers no other question
             if answer is None or answer["result"] == "VANISHED":
                 self.links.pop(process).sock.close()
                 if answer is None:
@@ -141,7 +165,16 @@ class Agents:
                 seen = answer.get("movable")  # an agent of an earlier version knows nothing of it
                 movable = Movable(**{**seen, "tags": tuple(seen.get("tags", ()))}) if seen else None
                 ranks, hazards = tuple(answer["communicators"]), tuple(answer["hazards"])
-                found[process] = Hello(State(answer["stage"]), ranks, hazards, movable, bool(answer.get("offloaded")))
+                found[process] = Hello(
+                    State(answer["stage"]),
+                    ranks,
+                    hazards,
+                    movable,
+                    offloaded=bool(answer.get("offloaded")),
+                    looks=bool(answer.get("looks")),
+                    unseen=str(answer.get("unseen", "")),
+                    blind=bool(answer.get("blind")),
+                )
         return found
 
     def start(
@@ -152,13 +185,16 @@ class Agents:
         timeout_s: float,
         movable: Collection[ProcessId] = (),
         keep: bool = False,
+        accept: bool = False,
     ) -> dict[ProcessId, AgentPending]:
         """Ask the agents of *processes_* for *call*. Of what they do together either all have been told to begin, or none.
 
-        A quiesce tells those that are *movable* that an offload follows; with *keep* the communicators are left alone.
+        A quiesce tells those that are *movable* that an offload follows; with *keep* the communicators are left alone, with *accept* their
+        hazards are taken on.
         """
         if call not in protocol.TOGETHER:
-            more = {p: {"offload": p in movable} if call is Call.QUIESCE else {} for p in processes_}
+            said = {"keep": keep, "accept": accept}
+            more = {p: {"offload": p in movable, **said} if call is Call.QUIESCE else {} for p in processes_}
             return {p: self._ask(call, p, operation, timeout_s, **more[p]) for p in processes_}
         ours, theirs = os.pipe()  # theirs is what we write to: closed by our death, too
         try:

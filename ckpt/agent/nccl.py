@@ -25,6 +25,15 @@ class NcclCommunicators:
         self._broken = ""  # in words: of a suspend that broke half-way nothing is sure any more
         self._seen: tuple[Communicator, ...] = ()  # all that were there then, with those of one rank
 
+    def sockets(self) -> int:
+        """Reads of ``/proc`` and no more: safe beside whatever the program does. Each communicator has one."""
+        from gpuckpt.nccl.communicators import own_sockets
+
+        return own_sockets()
+
+    def obstacles(self) -> list[str]:
+        return []
+
     def describe(self) -> list[dict[str, Any]]:
         from gpuckpt.nccl.communicators import listing
         from gpuckpt.nccl.suspend import needed_host_bytes

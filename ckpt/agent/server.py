@@ -5,16 +5,18 @@ to take off the GPU → communicators suspended → disarmed.
 A controller that vanishes before *disarm* leaves a process that goes back by itself, on every rank; after it nothing happens
 until a controller comes, since from then on the process may be locked, checkpointed, or on another GPU. A new controller is answered
 only when all that others had sent, and their end, has been taken in: a late request of a dead one cannot overtake its look.
+
+What communicators are and hold the program's thread tells (:class:`gpuckpt.agent.place.Seen`): when a hello asks for it, if it comes by
+soon enough, and in any case when it stands. So what was told of a running program may be old, and is held against what is seen then.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import fcntl
-import json
 import os
-import queue
 import selectors
 import socket
 import termios
@@ -23,41 +25,26 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from gpuckpt.agent import protocol
-from gpuckpt.agent.communicators import AsFoundError, Communicators
+from gpuckpt.agent.communicators import Communicators
 from gpuckpt.agent.memory import Memory, PoolMemory
-from gpuckpt.inspect.processes import peer_of
+from gpuckpt.agent.place import Done, HalfWayError, Place, Seen, words
+from gpuckpt.agent.wire import Connection, accept
 from gpuckpt.model import State
 
-_REQUEST_MAX_BYTES = 1 << 16
-_FDS_MAX = 1
-#: How long to wait before a connection that could not be taken is tried again, in seconds.
-_NO_DESCRIPTOR_S = 0.05
-
-
 _ON_THE_PROGRAMS_THREAD = frozenset({"offload", "comms", "comms-resume", "onload"})  # and "quiesce", by its coming to the safe point
-
-
-class _HalfWayError(Exception):
-    """An offload that failed, and could not be taken back."""
-
-
-@dataclass(eq=False, slots=True)
-class _Connection:
-    sock: socket.socket
-    received: bytes = b""
-    asked: str = ""  # the call that this connection waits for
-    number: int = 0  # of that request
-    until: float = 0.0
+#: Stages in which the communicators must not be touched.
+_SUSPENDED = frozenset({State.COMMS_SUSPENDED, State.DISARMED})
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """A call that begins when its pipe has a byte."""
 
-    connection: _Connection
+    connection: Connection
     number: int
     call: str
     pipe: int
@@ -65,29 +52,34 @@ class _Prepared:
 
 
 @dataclass(eq=False, slots=True)
+class _Greeted:
+    """Who said hello, and has no answer yet. ``look_s``: how long it would wait for the program to come by; ``until``: it does."""
+
+    connection: Connection
+    number: int
+    look_s: float
+    until: float | None = None
+    unseen: str = ""
+
+
+@dataclass(eq=False, slots=True)
 class Agent:
-    """One a process. ``wanted`` is the only thing that the program's loop reads while nothing goes on."""
+    """One a process."""
 
     communicators: Communicators
     path: Path
     summon: Callable[[int], None] | None = None  # told of the visit that begins, and 0 when it is over
     safe_point: str = "gpuckpt.agent.checkpoint_here()"  # what to call it
     memory: Memory = field(default_factory=PoolMemory)
-    wanted: bool = False
-    idle: Callable[[], None] | None = None  # makes the program's device current in a thread of ours: the program uses no GPU for now
     stage: State = State.RUNNING
     operation: str = ""
-    visits: int = 0  # how often the program has come to its safe point
-    _owner: _Connection | None = None
-    _connections: list[_Connection] = field(default_factory=list)
-    _standing: threading.Lock = field(default_factory=threading.Lock)  # held by who stands at the safe point
-    _visit: int = 0  # counts the quiesces: what belongs to an earlier one must not count for this one
-    _jobs: queue.SimpleQueue[tuple[int, str, Callable[[], Any] | None]] = field(default_factory=queue.SimpleQueue)  # None: go on
-    _done: queue.SimpleQueue[tuple[int, str, str, Any]] = field(
-        default_factory=queue.SimpleQueue
-    )  # (visit, call, error words or "", result)
+    place: Place = field(init=False)
+    _done: SimpleQueue[Done] = field(default_factory=SimpleQueue)  # by the program's thread
+    _seen: Seen = field(default_factory=Seen)
+    _owner: Connection | None = None
+    _connections: list[Connection] = field(default_factory=list)
     _prepared: _Prepared | None = None
-    _greeted: list[tuple[_Connection, int]] = field(default_factory=list)  # they said hello, and have no answer yet
+    _greeted: list[_Greeted] = field(default_factory=list)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _running: str = ""  # the job that the program's thread has been given
     _offloaded: bool = False  # something may have left the GPU, and has to come back
@@ -95,6 +87,9 @@ class Agent:
     _broken: str = ""  # how its communicators failed: it stays where it is until a controller has heard of it
     _listener: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
     _woken: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
+
+    def __post_init__(self) -> None:
+        self.place = Place(self.communicators, self._finish)
 
     def start(self) -> None:
         """Listen. Raises ``OSError`` where the socket cannot be made."""
@@ -109,53 +104,16 @@ class Agent:
 
     def close_in_child(self) -> None:
         """After a fork the child has no agent: it must not answer in its parent's name."""
-        self._standing = threading.Lock()  # whoever held it stayed behind
+        self.place.in_child()
         for sock in (self._listener, *self._woken, *(c.sock for c in self._connections)):
             with contextlib.suppress(OSError):
                 sock.close()
 
-    # The program's thread.
-
-    def park(self) -> None:
-        """Stand at the safe point, doing what the operation needs done on this thread, until it ends."""
-        with self._standing:
-            if self.wanted:
-                self._stand()
-
-    def stand_in(self) -> None:
-        """Let a thread of ours stand there, as long as the program is idle."""
-
-        def stand() -> None:
-            with self._standing:
-                if self.wanted and self.idle is not None:
-                    self.idle()
-                    self._stand()
-
-        threading.Thread(target=stand, name="gpuckpt-stand-in", daemon=True).start()
-
-    def end_idle(self) -> None:
-        """The program wants to go on with its GPU: returns when nobody stands for it any more."""
-        with self._standing:
-            self.idle = None
-
-    def _stand(self) -> None:
-        visit = self._visit
-        self.communicators.synchronise()
-        self._finish("quiesce", "", visit)
-        while True:
-            when, call, work = self._jobs.get()
-            if when != visit:
-                continue  # of a visit that was given up before we came
-            if work is None:
-                return
-            try:
-                self._finish(call, "", visit, work())
-            except Exception as e:  # noqa: BLE001 - the controller must hear of it, the program must not
-                self._finish(call, _words(e), visit, isinstance(e, (_HalfWayError, AsFoundError)))
-
-    def _finish(self, call: str, error: str, visit: int, result: Any = None) -> None:
-        self._done.put((visit, call, error, result))
-        self._wake()
+    def _finish(self, done: Done) -> None:
+        """On the program's thread."""
+        self._done.put(done)
+        with contextlib.suppress(OSError):
+            self._woken[1].send(b"x")
 
     # The agent's thread.
 
@@ -164,14 +122,13 @@ class Agent:
         selector.register(self._listener, selectors.EVENT_READ, None)
         selector.register(self._woken[0], selectors.EVENT_READ, None)
         while True:
-            waits = [c.until for c in self._connections if c.asked == "quiesce"]
-            timeout = max(0.0, min(waits) - time.monotonic()) if waits else None
-            events = selector.select(0.0 if self._greeted else timeout)
+            events = selector.select(self._timeout())
             if not events:
                 self._greet()  # nobody has more to say
             for key, _ in events:
                 if key.fileobj is self._listener:
-                    if connection := self._accept():
+                    if connection := accept(self._listener):
+                        self._connections.append(connection)
                         selector.register(connection.sock, selectors.EVENT_READ, connection)
                 elif key.fileobj is self._woken[0]:
                     self._woken[0].recv(4096)
@@ -183,53 +140,68 @@ class Agent:
             self._collect()
             self._expire()
 
-    def _accept(self) -> _Connection | None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # the program has no descriptor left: whoever calls waits until there is one
-            time.sleep(_NO_DESCRIPTOR_S)
-            return None
-        _, uid = peer_of(sock)
-        if uid not in (0, os.geteuid()):
-            sock.close()
-            return None
-        connection = _Connection(sock)
-        self._connections.append(connection)
-        return connection
+    def _timeout(self) -> float | None:
+        """How long there is nothing to do unless somebody says something, in seconds."""
+        if any(g.until is None for g in self._greeted):
+            return 0.0
+        waits = [c.until for c in self._connections if c.asked == "quiesce"]
+        waits += [g.until for g in self._greeted if g.until is not None]
+        return max(0.0, min(waits) - time.monotonic()) if waits else None
 
-    def _read(self, connection: _Connection) -> bool:
-        pipes: list[int] = []
-        try:
-            data, pipes, _, _ = socket.recv_fds(connection.sock, _REQUEST_MAX_BYTES, _FDS_MAX)
-        except OSError:
-            data = b""
-        connection.received += data
-        while b"\n" in connection.received:
-            line, _, connection.received = connection.received.partition(b"\n")
-            try:
-                self._handle(connection, json.loads(line), pipes)
-            except (ValueError, LookupError, TypeError) as e:
-                self._answer(connection, 0, "FAILED", f"not a request: {e!r}")
-        for pipe in pipes:  # nobody wanted it
-            os.close(pipe)
-        return bool(data) and len(connection.received) < _REQUEST_MAX_BYTES
+    def _read(self, connection: Connection) -> bool:
+        return connection.read(lambda r, fds: self._handle(connection, r, fds), lambda why: self._answer(connection, 0, "FAILED", why))
+
+    # Who says hello.
 
     def _greet(self) -> None:
-        for connection, number in self._greeted:
+        """Answer all that need not wait for the program."""
+        for greeted in [g for g in self._greeted if g.until is None]:
             try:
-                seen = {"communicators": self.communicators.describe(), "hazards": self.communicators.hazards()}
-                movable = self.memory.describe() if self.stage is State.RUNNING and not self.wanted else None
+                if (patience_s := self._patience_s(greeted.look_s)) > 0:
+                    greeted.until = time.monotonic() + patience_s
+                    self.place.ask_to_look()
+                    continue
+                movable = self.memory.describe() if self.stage is State.RUNNING and not self.place.called else None
+                obstacles, blind = self.communicators.obstacles(), self.stage is State.RUNNING and self._changed()
+                looks = blind or (self.stage is State.RUNNING and bool(self._seen.communicators or self._seen.hazards))
             except Exception as e:  # noqa: BLE001 - whatever the program's libraries raise, this thread goes on
-                self._answer(connection, number, "FAILED", f"{type(e).__name__}: {e}")
-                continue
-            self._answer(connection, number, "SUCCESS", "", **seen, movable=movable, offloaded=self._offloaded)
-        self._greeted.clear()
+                self._answer(greeted.connection, greeted.number, "FAILED", words(e))
+            else:
+                suspended = self.stage in _SUSPENDED
+                hazards = [self._broken] if self._broken else [] if suspended else list(self._seen.hazards)
+                communicators = [{**c, "host_bytes": 0} if suspended else c for c in self._seen.communicators]
+                greeted.connection.told = self._seen.ranks
+                seen = {"communicators": communicators, "hazards": [*obstacles, *hazards], "unseen": greeted.unseen}
+                more = {"looks": looks, "blind": blind, "movable": movable, "offloaded": self._offloaded}
+                self._answer(greeted.connection, greeted.number, "SUCCESS", "", **seen, **more)
+            self._greeted.remove(greeted)
 
-    def _handle(self, connection: _Connection, request: dict[str, Any], pipes: list[int]) -> None:
+    def _patience_s(self, look_s: float) -> float:
+        """How long to wait for the program to come by, if a controller waits for *look_s*: long where nothing is known otherwise."""
+        if look_s <= 0 or self.stage is not State.RUNNING:
+            return 0.0
+        if self._changed() or self._seen.hazards:
+            return look_s
+        return min(look_s, protocol.LOOK_S) if self._seen.communicators else 0.0
+
+    def _changed(self) -> bool:
+        """Whether there may be other communicators than those that were seen last."""
+        return self.communicators.sockets() != self._seen.sockets
+
+    def _saw(self, seen: Seen) -> None:
+        """The program's thread has looked: whoever waits for it is answered once nobody has more to say."""
+        self._seen = seen
+        self.place.looked()
+        for g in self._greeted:
+            g.look_s, g.until = 0.0, None
+
+    # What a controller asks for.
+
+    def _handle(self, connection: Connection, request: dict[str, Any], pipes: list[int]) -> None:
         """Take in one *request*. One that is prepared keeps its pipe, taken out of *pipes*."""
         call, operation, number = request["call"], request.get("operation", ""), int(request.get("number", 0))
         if call == "hello":
-            self._greeted.append((connection, number))
+            self._greeted.append(_Greeted(connection, number, float(request.get("look_s", 0.0))))
             return
         if request.get("version") != protocol.VERSION or call not in protocol.MOVES:
             self._answer(connection, number, "FAILED", f"this agent speaks version {protocol.VERSION} and does not know {call!r}")
@@ -237,7 +209,7 @@ class Agent:
         seconds = float(request["seconds"])
         may_begin_in = protocol.MOVES[call][0]
         alone = call == self._running and self._owner is None  # it is at it already, since its controller was gone
-        if (self.stage not in may_begin_in or self._running or self._prepared or (self.wanted and call == "quiesce")) and not alone:
+        if (self.stage not in may_begin_in or self._running or self._prepared or (self.place.called and call == "quiesce")) and not alone:
             is_in = f"still in its {self._running}" if self._running else str(self.stage)
             needs = " or ".join(may_begin_in)
             self._answer(connection, number, "ILLEGAL_STATE", f"{call} needs a process that is {needs}; this one is {is_in}")
@@ -247,6 +219,7 @@ class Agent:
             return
         if call == "quiesce":
             self.memory.announce(bool(request.get("offload")))
+            connection.keeps, connection.accepts = bool(request.get("keep")), bool(request.get("accept"))
         elif call == "comms":
             self._comms_kept = bool(request.get("keep"))
         if call in protocol.TOGETHER:
@@ -272,7 +245,7 @@ class Agent:
         else:
             self._answer(prepared.connection, prepared.number, "DROPPED", "another rank was not ready; nothing was begun")
 
-    def _begin(self, connection: _Connection, number: int, call: str, seconds: float) -> None:
+    def _begin(self, connection: Connection, number: int, call: str, seconds: float) -> None:
         connection.asked, connection.number, connection.until = call, number, time.monotonic() + seconds
         if call == self._running:
             return  # it will be done
@@ -280,21 +253,18 @@ class Agent:
             self._done_with(connection, "SUCCESS", "")  # and now it is
             return
         if call == "quiesce":
-            self._visit += 1
-            self.wanted = True  # the program's thread answers, when it comes to its safe point
-            if self.idle is not None:
-                self.stand_in()
+            visit = self.place.call()  # the program's thread answers, when it comes to its safe point
             if self.summon is not None:
-                self.summon(self._visit)
+                self.summon(visit)
         elif call in _ON_THE_PROGRAMS_THREAD:
             self._give(call)
         else:
             self.stage = protocol.MOVES[call][1]
-            words = ""
+            error = ""
             if call == "unquiesce":  # the program goes on, and finds out for itself; the controller must not think that all is well
-                words, self._broken = self._broken, ""
+                error, self._broken = self._broken, ""
                 self._release()
-            self._finish(call, words, self._visit)
+            self._finish(Done(self.place.visit, call, error))
 
     def _give(self, call: str) -> None:
         """Have *call* done by the program's thread."""
@@ -306,7 +276,7 @@ class Agent:
         }
         self._running = call
         self._offloaded = self._offloaded or call == "offload"
-        self._jobs.put((self._visit, call, work[call]))
+        self.place.give(call, work[call])
 
     def _offload(self) -> dict[str, int]:
         """On the program's thread. What fails half-way is taken back at once; where that fails too, it is for a later ``onload``."""
@@ -316,47 +286,78 @@ class Agent:
             try:
                 self.memory.onload()
             except Exception as e:
-                raise _HalfWayError(f"{_words(error)}; and what had left could not come back: {_words(e)}") from e
+                raise HalfWayError(f"{words(error)}; and what had left could not come back: {words(e)}") from e
             raise
 
     def _collect(self) -> None:
         """Take in what the program's thread has done."""
         while not self._done.empty():
-            visit, call, error, result = self._done.get()
-            if visit != self._visit or (call == "quiesce" and not self.wanted):
+            done = self._done.get()
+            if done.call == "look":
+                self._saw(done.result)
+                continue
+            if done.visit != self.place.visit or (done.call == "quiesce" and not self.place.called):
                 continue  # it came when the visit had been given up, and has been told to go on
-            self._running = ""
-            refused = call == "comms" and bool(error and result)
-            if call in ("comms", "comms-resume"):
-                self._broken = "" if refused else error
-            if call == "offload" and error:
-                self._offloaded = result
-                self.stage = State.OFFLOADED if result else self.stage
-            if not error and (call == "quiesce" or call in _ON_THE_PROGRAMS_THREAD):
-                self.stage = protocol.leads_to(call, self._offloaded)
-                self._offloaded = self._offloaded and call != "onload"
-            owner = self._owner
-            if owner is not None and owner.asked == call:
-                more = {"moved": result} if call == "offload" and not error else {}
-                self._done_with(owner, "REFUSED" if refused else "FAILED" if error else "SUCCESS", error, **more)
-                if call == "unquiesce":
-                    self._owner = None
-            elif owner is None and not (call == "onload" and error):  # without room it waits for somebody who made some
-                self._go_back()
+            if done.call == "quiesce":
+                self._saw(done.result)
+            self._take(done)
+
+    def _take(self, done: Done) -> None:
+        call, error, owner = done.call, done.error, self._owner
+        self._running = ""
+        refused = call == "comms" and bool(error and done.result)
+        if call in ("comms", "comms-resume"):
+            self._broken = "" if refused else error
+            if self._broken:
+                self._seen = dataclasses.replace(self._seen, hazards=(error,))
+        if call == "offload" and error:
+            self._offloaded = done.result
+            self.stage = State.OFFLOADED if done.result else self.stage
+        if call == "quiesce" and owner is not None and (refusal := self._refusal(owner)):
+            self._release()
+            self._owner = None
+            self._done_with(owner, *refusal)
+            return
+        if not error and (call == "quiesce" or call in _ON_THE_PROGRAMS_THREAD):
+            self.stage = protocol.leads_to(call, self._offloaded)
+            self._offloaded = self._offloaded and call != "onload"
+        if owner is not None and owner.asked == call:
+            more = {"moved": done.result} if call == "offload" and not error else {}
+            self._done_with(owner, "REFUSED" if refused else "FAILED" if error else "SUCCESS", error, **more)
+            if call == "unquiesce":
+                self._owner = None
+        elif owner is None and not (call == "onload" and error):  # without room it waits for somebody who made some
+            self._go_back()
+
+    def _refusal(self, owner: Connection) -> tuple[str, str] | None:
+        """Why the program, which stands, is not suspended: it is not what its controller was told, or was told too little."""
+        if owner.keeps:
+            return None
+        if self._seen.hazards and not owner.accepts:
+            return "REFUSED", "; ".join(self._seen.hazards)
+        if owner.told is not None and owner.told != self._seen.ranks:
+            names = ", ".join(sorted({str(name) for name, _, _ in owner.told ^ self._seen.ranks}))
+            return "CHANGED", f"its communicators are not those that it had when the suspend began ({names})"
+        return None
 
     def _expire(self) -> None:
         """A program that has not come to its safe point in time goes on as if nobody had asked."""
+        now = time.monotonic()
+        seen = "has not come to" if self.place.visits else "never came to"
+        unseen = f"the program {seen} its safe point ({self.safe_point})"
+        for g in self._greeted:
+            if g.until is not None and now >= g.until:
+                g.look_s, g.until, g.unseen = 0.0, None, unseen  # what it sees when it comes is for the next
         for connection in self._connections:
-            if connection.asked == "quiesce" and self.stage is State.RUNNING and time.monotonic() >= connection.until:
+            if connection.asked == "quiesce" and self.stage is State.RUNNING and now >= connection.until:
                 self._release()
                 self._owner = None
-                seen = "has not come to" if self.visits else "never came to"
-                self._done_with(connection, "NOT_READY", f"the program {seen} its safe point ({self.safe_point})")
+                self._done_with(connection, "NOT_READY", unseen)
 
-    def _lost(self, connection: _Connection) -> None:
+    def _lost(self, connection: Connection) -> None:
         self._connections.remove(connection)
         connection.sock.close()
-        self._greeted = [greeted for greeted in self._greeted if greeted[0] is not connection]
+        self._greeted = [greeted for greeted in self._greeted if greeted.connection is not connection]
         if connection is self._owner:
             self._owner = None
             if not self._running and not self._prepared:  # else its end decides
@@ -370,33 +371,23 @@ class Agent:
             self._give("comms-resume")
         elif self.stage is State.OFFLOADED:
             self._give("onload")
-        elif self.stage is State.QUIESCED or (self.stage is State.RUNNING and self.wanted):
+        elif self.stage is State.QUIESCED or (self.stage is State.RUNNING and self.place.called):
             self.stage = State.RUNNING
             self._release()
 
     def _release(self) -> None:
-        self.wanted = False
-        self._jobs.put((self._visit, "", None))
+        self.place.dismiss()
         if self.summon is not None:
             self.summon(0)
 
-    def _done_with(self, connection: _Connection, result: str, words: str, **more: Any) -> None:
+    def _done_with(self, connection: Connection, result: str, said: str, **more: Any) -> None:
         """Answer the call that *connection* waits for."""
         connection.asked = ""
-        self._answer(connection, connection.number, result, words, **more)
+        self._answer(connection, connection.number, result, said, **more)
 
-    def _answer(self, connection: _Connection, number: int, result: str, words: str, **more: Any) -> None:
-        answer = {"version": protocol.VERSION, "number": number, "result": result, "stage": self.stage, "message": words}
-        with contextlib.suppress(OSError):
-            connection.sock.send(protocol.encode({**answer, "visits": self.visits, **more}))
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._woken[1].send(b"x")
+    def _answer(self, connection: Connection, number: int, result: str, said: str, **more: Any) -> None:
+        answer = {"version": protocol.VERSION, "number": number, "result": result, "stage": self.stage, "message": said}
+        connection.send({**answer, "visits": self.place.visits, **more})
 
 
 def _nothing() -> None: ...
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -11,7 +11,8 @@ The engine forgets beforehand what is in the KV cache, if it will be dropped: wh
 
 What it relies on in vLLM (0.26 to 0.33, of which only 0.26 has run): ``EngineCoreProc`` handles each request between two steps by
 ``_handle_client_request``, a ``WAKEUP`` too, and a blocked loop wakes for one in ``input_queue``; ``model_executor.collective_rpc`` runs a
-callable on every worker in the order of all other work; a worker's loop is ``WorkerProc.worker_busy_loop``.
+callable on every worker in the order of all other work; a worker's loop is ``WorkerProc.worker_busy_loop``, which waits for its work in
+``rpc_broadcast_mq.dequeue``, as an engine without workers does in ``input_queue.get``.
 ``tests/gpu/vllm_contract.py`` checks each of these in vLLM's sources.
 """
 
@@ -115,6 +116,7 @@ def _hook_worker(executor: Any) -> None:
     @functools.wraps(worker_busy_loop)
     def run(process: Any) -> Any:
         _install(os.getppid(), process.worker)
+        _let_look(getattr(process, "rpc_broadcast_mq", None), "dequeue")
         return worker_busy_loop(process)
 
     setattr(run, VARIABLE, True)
@@ -146,6 +148,7 @@ def _listen(engine: Any, wakeup: Any) -> None:
         together.install()
     if workers is None:
         _install(os.getpid(), getattr(engine.model_executor, "driver_worker", engine))
+        _let_look(engine.input_queue, "get")
 
 
 def hold(engine: Any) -> None:
@@ -186,6 +189,24 @@ def _install(engine_pid: int, worker: Any) -> None:
         log.warning("gpuckpt's agent cannot listen in this process, which cannot be suspended on several GPUs: %s", e)
 
 
+def _let_look(waits: Any, name: str) -> None:
+    """The communicators of this process may be looked at now, and while its loop is in ``waits.name``, for its next piece of work: nothing
+    is asked of NCCL then. One that waits otherwise shows its new ones when it stands still."""
+    from gpuckpt.agent import lets_look, look_here
+
+    look_here()
+    own = getattr(waits, name, None)
+    if own is None:
+        return
+
+    @functools.wraps(own)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        with lets_look():
+            return own(*args, **kwargs)
+
+    setattr(waits, name, waiting)
+
+
 def settle(_: Any) -> bool:
     """Sent to every worker: returns when all that was sent before has been done, and whether its memory is to leave the GPU then."""
     return _memory is not None and _memory.wanted
@@ -211,13 +232,11 @@ class Worker:
 
     def __init__(self, inner: Communicators, ring: Ring, refusals: list[str]) -> None:
         self.inner, self.ring, self.refusals = inner, ring, refusals
+        self.describe, self.hazards, self.sockets = inner.describe, inner.hazards, inner.sockets
         self.synchronise, self.suspend, self.resume = inner.synchronise, inner.suspend, inner.resume
 
-    def describe(self) -> list[dict[str, Any]]:
-        return self.inner.describe()
-
-    def hazards(self) -> list[str]:
+    def obstacles(self) -> list[str]:
         if not self.ring.visit and not self.ring.heard():
             cure = 'start vLLM after: eval "$(gpuckpt env --vllm)"; where it says there that gpuckpt cannot hold this engine, it says why'
             return [f"its engine (pid {self.ring.engine_pid}) is still starting, or has no agent to hold it between two steps ({cure})"]
-        return [*self.refusals, *self.inner.hazards()]
+        return self.refusals

@@ -19,6 +19,12 @@ class NoCommunicator:
     def __init__(self, world: SimulatedWorldDir, pid: int) -> None:
         self.world, self.pid = world, pid
 
+    def sockets(self) -> int:
+        return 0
+
+    def obstacles(self) -> list[str]:
+        return []
+
     def describe(self) -> list[dict[str, Any]]:
         return []
 
@@ -46,7 +52,14 @@ class SimulatedCommunicator:
         self._meetings = 0
         world.mark_communicator(pid, suspended=False)
 
+    def sockets(self) -> int:
+        return 1
+
+    def obstacles(self) -> list[str]:
+        return []
+
     def describe(self) -> list[dict[str, Any]]:
+        assert threading.current_thread().name != "gpuckpt-agent", "a call of NCCL beside the program's own"
         return [{"name": self.name, "rank": self.rank, "size": self.size, "nccl": self.nccl}]
 
     def hazards(self) -> list[str]:
@@ -91,7 +104,10 @@ class SimulatedCommunicators:
 
     def __init__(self, several: list[SimulatedCommunicator]) -> None:
         self.several = sorted(several, key=lambda c: c.name)
-        self.synchronise = self.several[0].synchronise
+        self.synchronise, self.obstacles = self.several[0].synchronise, self.several[0].obstacles
+
+    def sockets(self) -> int:
+        return len(self.several)
 
     def describe(self) -> list[dict[str, Any]]:
         return [described for c in self.several for described in c.describe()]

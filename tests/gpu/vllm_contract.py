@@ -46,6 +46,7 @@ def checks(root: Path) -> dict[str, bool]:
         "MultiprocExecutor.workers, and none in UniProcExecutor": "self.workers" in executor.text and "self.workers" not in uniproc.text,
         "WorkerProc.worker_busy_loop(self), entered when the worker is ready": executor.parameters("WorkerProc", "worker_busy_loop") == ["self"]
         and ".worker_busy_loop()" in executor.body("WorkerProc", "worker_main"),
+        "a worker waits for its work in rpc_broadcast_mq.dequeue": "self.rpc_broadcast_mq.dequeue(" in executor.body("WorkerProc", "worker_busy_loop"),
         "workers are direct children of the engine": "context.Process(" in executor.text and '"forkserver"' not in executor.text,
     }
 

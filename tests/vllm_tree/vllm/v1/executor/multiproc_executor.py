@@ -114,11 +114,26 @@ class MultiprocExecutor:
         return future if non_block else future.result()
 
 
+class MessageQueue:
+    """Of one worker. It ends with a ``RuntimeError`` when the engine has ended."""
+
+    def __init__(self, rpc: Any) -> None:
+        self.rpc, self.shutting_down = rpc, False
+
+    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
+        assert indefinite
+        assert timeout is None
+        while not self.shutting_down:
+            if self.rpc.poll(0.05):
+                return self.rpc.recv()
+        raise RuntimeError("cancelled")
+
+
 class WorkerProc:
     def __init__(self, vllm_config: dict[str, Any], rank: int, barrier: Any, rpc: Any, response: Any) -> None:
-        self.rank, self.rpc, self.response = rank, rpc, response
+        self.rank, self.response = rank, response
+        self.rpc_broadcast_mq = MessageQueue(rpc)
         self.worker = Worker(vllm_config, rank, barrier)
-        self.shutting_down = False
 
     @staticmethod
     def worker_main(
@@ -138,15 +153,13 @@ class WorkerProc:
         try:
             death_reader.recv()
         except EOFError:
-            self.shutting_down = True
+            self.rpc_broadcast_mq.shutting_down = True
 
     def worker_busy_loop(self) -> None:
-        while not self.shutting_down:
-            if not self.rpc.poll(0.05):
-                continue
+        while True:
             try:
-                method, args, kwargs, output_rank = self.rpc.recv()
-            except EOFError:
+                method, args, kwargs, output_rank = self.rpc_broadcast_mq.dequeue(indefinite=True)
+            except (EOFError, RuntimeError):
                 return
             try:
                 func = getattr(self.worker, method) if isinstance(method, str) else partial(pickle.loads(method), self.worker)

@@ -27,6 +27,12 @@ class Alone:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
+    def sockets(self) -> int:
+        return 0
+
+    def obstacles(self) -> list[str]:
+        return []
+
     def describe(self) -> list[dict[str, Any]]:
         return []
 
