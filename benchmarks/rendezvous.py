@@ -55,7 +55,7 @@ def host(coordinator: Coordinator, ranks: int) -> Generator[Wish, Any, None]:
     first, everybody = (coordinator.node or 0) * ranks, coordinator.nodes * ranks
     told = [[1000 + r, "torch:0", first + r, everybody, "2.30.7"] for r in range(ranks)]
     told += [[1000 + r, f"torch:host{coordinator.node}", r, ranks, "2.30.7"] for r in range(ranks)] if ranks > 1 else []
-    info = {"already": False, "group": "", "committed": False, "journal": [], "patience_s": 60.0, "agents": True}
+    info = {"already": False, "group": "", "committed": False, "journal": [], "patience_s": 60.0}
     verdict = yield from coordinator.join({**info, "pids": [1000 + r for r in range(ranks)], "ranks": told}, FAR)
     assert verdict["go"], verdict
     for step in coordinator.steps[2:]:

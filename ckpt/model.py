@@ -227,6 +227,7 @@ class Membership:
     hosts: tuple[str, ...]
     phase: str = "joined"
     key: str = ""  # the file that values in the store are authenticated with
+    spans: bool = True  # a communicator of it has ranks on several hosts, which come back together or not at all
 
     @property
     def label(self) -> str:

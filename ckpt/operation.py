@@ -158,10 +158,11 @@ class Operation(Reporting):
             record = self.record
             goal = plan.recovery_goal(record.status, record.found, self.now, self.along, record.down)
             self.refuse_unanswered()
-            if record.membership is not None and plan.needs_other_hosts(
-                record.status, record.membership.phase, goal, self.now, self.agents, self.along
+            there = record.membership
+            if there is not None and plan.needs_other_hosts(
+                record.status, there.phase, goal, self.now, self.agents, self.along, spans=there.spans
             ):
-                self._end(waits_for_others(record, record.membership), goal)
+                self._end(waits_for_others(record, there), goal)
             reachable, blocked = room.for_goal(self, goal, wait_s=0.0)
             failures = self.walk(reachable)
             if blocked is not None and not failures:

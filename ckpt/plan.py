@@ -153,8 +153,11 @@ def needs_other_hosts(
     now: Mapping[ProcessId, State],
     agents: Collection[ProcessId],
     along: Collection[ProcessId] = (),
+    *,
+    spans: bool = True,
 ) -> bool:
-    """Whether one host's part of an unfinished operation of several, at *phase* of its membership, waits for the others.
+    """Whether one host's part of an unfinished operation of several, at *phase* of its membership, waits for the others. *spans*: its ranks
+    have peers there.
 
     What goes to its *goal* without a peer, a lock that is undone say, does not. Once voted, the others may have committed a suspend;
     and a part that runs again is remembered until all do.
@@ -163,7 +166,7 @@ def needs_other_hosts(
     if status is Status.RESUMING or (status is Status.SUSPENDING and phase != "joined"):
         return any(now[p] is not bottom(p, along) for p in goal)
     alone = (State.QUIESCED, State.OFFLOADED)
-    harmless = all(now[p] in alone or (now[p] is State.LOCKED and p not in agents) for p in moving)
+    harmless = not spans or all(now[p] in alone or (now[p] is State.LOCKED and p not in agents) for p in moving)
     return bool(moving) and not (phase == "joined" and harmless)
 
 

@@ -102,7 +102,7 @@ class Puppet:
         self.coordinator = Coordinator(command, cluster.nodes, node, me, lambda _: False, judged, lambda: f"puppet{time.monotonic_ns()}")
 
     def join(self, group: str = "") -> Body:
-        info = {"already": bool(group), "group": group, "committed": False, "journal": [], "patience_s": 1.0, "agents": False}
+        info = {"already": bool(group), "group": group, "committed": False, "journal": [], "patience_s": 1.0}
         return self._drive(self.coordinator.join({**info, "pids": [], "ranks": []}, self._until()))
 
     def vote(self, step: str) -> Body:

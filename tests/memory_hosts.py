@@ -6,14 +6,16 @@ apart by no more than a moment: who is furthest behind goes on.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError, exit_code
-from gpuckpt.model import Report
+from gpuckpt.model import Inventory, Rank, Report
 from gpuckpt.operation import Operation
 from gpuckpt.recovery import recover_all
 from gpuckpt.rendezvous.host import Rendezvous
@@ -99,6 +101,12 @@ class HostWorld(MemoryWorld):
         self.baton.point(self.host.number)
         super().point(name)
 
+    def inspect(self, *args: Any, **kwargs: Any) -> Inventory:
+        """With the rank of each in the communicator that all agents of all hosts share, if they share one."""
+        found, host = super().inspect(*args, **kwargs), self.host
+        here = [p for p in found.processes if p.agent and p.pid in host.ranks]
+        return dataclasses.replace(found, ranks=tuple(Rank(p.pid, "job", host.ranks[p.pid], host.size) for p in here))
+
 
 class Shared:
     """A host's view of the store: a point before each call."""
@@ -147,6 +155,8 @@ class Host:
     error: GpuckptError | None = None
     report: Report | None = None
     troubled: bool = True
+    ranks: dict[int, int] = field(default_factory=dict)  # by pid, in a communicator of *size* over all hosts
+    size: int = 0
 
     def on_point(self, world: MemoryWorld, number: int) -> None:
         for trouble in self.part.troubles if self.troubled else ():
@@ -173,6 +183,7 @@ class Hosts:
     parts: tuple[Part, ...]
     seed: int = 0
     store: MemoryStore = field(default_factory=MemoryStore)
+    spans: bool = False  # their agents share a communicator
     hosts: list[Host] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)  # pids of commands, as hosts on one machine see them
 
@@ -181,6 +192,9 @@ class Hosts:
         for number, part in enumerate(self.parts):
             player = Player.of(Schedule(part.processes, (), gpus=3))
             self.hosts.append(Host(number, part, player.machine, player))
+        agents = [(h, FIRST_PID + i) for h in self.hosts for i, p in enumerate(h.part.processes) if p.agent]
+        for rank, (host, pid) in enumerate(agents if self.spans else ()):
+            host.ranks[pid], host.size = rank, len(agents)
 
     def command(self, command: str, timeout_s: float = 3.0) -> None:
         """*command* on every host that is not absent, until all have ended."""

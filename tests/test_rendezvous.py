@@ -123,6 +123,24 @@ def test_a_failure_on_one_host_is_the_root_cause_on_all(cluster: Make) -> None:
     assert not any(m.records() for m in c.machines)
 
 
+def test_what_ends_a_suspend_before_its_commit_takes_all_back(cluster: Make) -> None:
+    """Eight ranks of one communicator, their agents disarmed: whatever ends it then, nobody is held, for nothing was checkpointed."""
+    c = cluster(2, gpus=4)
+    c.one_job(4)
+    ours, theirs = c.ranks[0][0], c.ranks[1][2]
+    for result, codes in (("UNKNOWN", [1, 1]), ("NOT_READY", [124, 124])):
+        c.machines[1].world.add_fault("lock", pid=theirs.pid, result=result)
+        assert ([r.code for r in c.all("suspend")], c.whole()) == (codes, True)
+    c.machines[1].world.add_fault("lock", pid=theirs.pid, delay_s=1.0)
+    running = [c.begin(h, "suspend") for h in range(2)]
+    eventually(lambda: c.states()[0] is LOCKED, f"pid {ours.pid} is locked, and waits for the other host")
+    running[0].signal(signal.SIGINT)
+    results = [r.end() for r in running]
+    assert [r.code for r in results] == [130, 1], results
+    assert c.whole()
+    assert not any(m.records() for m in c.machines)
+
+
 def test_no_room_on_one_host_restores_none(cluster: Make) -> None:
     c = cluster(2)
     c.own_jobs()
@@ -198,18 +216,14 @@ def killed_at(c: Cluster, step: str) -> None:
     if step != "end":
         silent_at = steps[steps.index(step) + 1]
         puppet.give_up(silent_at, held=silent_at == "end")
-    if step in ("disarm", "lock"):
-        puppet.give_up("back-arm", held=True)
     result = running[0].end()
     at, told = c.states(), f"killed at {step}: {result}"
-    if step == "comms":  # everybody is back by themselves
+    if step in ("comms", "disarm", "lock"):  # nothing was committed: everybody is back
         assert (result.code, result.error["code"]) == (124, "host-missing"), told
-        assert "(node 1) has not come to the step 'disarm'" in result.error["message"]
+        assert f"(node 1) has not come to the step {silent_at!r}" in result.error["message"]
         assert at == [RUNNING, RUNNING]
         assert not c.machines[0].records()
-    elif step in ("disarm", "lock"):  # nothing was committed: not one byte has left a GPU
-        assert (result.code, result.error["code"]) == (3, "held"), told
-        assert at == [RUNNING, RUNNING]
+        assert c.ranks[0][0].unharmed()
     elif step == "checkpoint":  # it may have been committed, as far as node 1 knows, and it was
         assert (result.code, result.error["code"]) == (3, "held"), told
         assert "(node 1) has not come to the step 'end'" in result.error["message"]
@@ -218,7 +232,9 @@ def killed_at(c: Cluster, step: str) -> None:
         assert result.code == 0, told
         assert at == [CHECKPOINTED, CHECKPOINTED]
     recovered = c.machines[1].gpuckpt("recover")
-    assert recovered.code == (3 if step in ("lock", "checkpoint") else 0), recovered
+    assert recovered.code == (3 if step == "checkpoint" else 0), recovered
+    if step in ("comms", "disarm", "lock"):
+        assert c.whole()
     if recovered.code:
         assert recovered.error["code"] == "held"
         assert f"gpuckpt resume {c.ranks[1][0].pid} --rendezvous" in recovered.error["hint"]

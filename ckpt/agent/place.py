@@ -43,7 +43,7 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """The program uses no GPU for now. ``enter`` makes its device current in a thread of ours, which may look, and with ``stands`` stand."""
+    """The program uses no GPU for now. ``enter`` makes its device current in a thread of ours: to look, and with ``stands`` to stand."""
 
     enter: Callable[[], None]
     stands: bool
@@ -51,7 +51,7 @@ class Rest:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """One a process. ``wanted`` is all that the program's loop reads while nothing goes on; the agent's thread alone writes it."""
+    """One a process. ``wanted`` is all that the program reads while nothing goes on; the agent's thread alone writes it."""
 
     communicators: Communicators
     tell: Callable[[Done], None]  # called on the program's thread

@@ -37,6 +37,11 @@ def hazards(hosts: Mapping[str, Sequence[Rank]], outside: Sequence[Outsider] = (
     return found
 
 
+def span(hosts: Mapping[str, Sequence[Rank]]) -> bool:
+    """Whether a communicator has ranks on several of *hosts*, or elsewhere."""
+    return any(not _whole(ranks, size) for (_, size), parts in _by_communicator(hosts).items() for ranks in parts.values())
+
+
 def _elsewhere(name: str, size: int, missing: Sequence[int], outside: Sequence[Outsider]) -> list[Outsider]:
     """Who of *outside* has the *missing* ranks: relatives where there are any, for others may have communicators of the same name."""
     found = [o for o in outside if (o.rank.communicator, o.rank.size) == (name, size) and o.rank.rank in missing]

@@ -71,7 +71,7 @@ class Rendezvous:
         self._group = ""
         self._deadline = clock.now()
         self._patience_s = 0.0
-        self._agents = False
+        self._spans = False  # a communicator has ranks on several hosts
         self._note: Callable[[Membership], None] = lambda _: None
         self._back: list[str] | None = None  # steps of the way back that are still to be agreed on; None on the way forward
         self._stuck: GpuckptError | None = None  # why a process here cannot go back
@@ -98,7 +98,7 @@ class Rendezvous:
     def membership(self) -> Membership | None:
         if self._hosts.node is None or not self._names:
             return None
-        return Membership(self._group, self._url, self._hosts.node, self._names, self._phase, self._key_file)
+        return Membership(self._group, self._url, self._hosts.node, self._names, self._phase, self._key_file, self._spans)
 
     def check(self, membership: Membership | None, pid: int) -> None:
         if membership is None:
@@ -132,7 +132,6 @@ class Rendezvous:
             "committed": part.committed,
             "journal": list(part.journal),
             "patience_s": patience_s,
-            "agents": any(p.agent for p in inventory.processes),
             "pids": [p.pid for p in inventory.processes],
             "ranks": [_rank(r) for r in inventory.ranks],
             "outside": [[_rank(o.rank), o.who, o.near] for o in inventory.outside],
@@ -147,7 +146,7 @@ class Rendezvous:
             raise words.ended(verdict["cause"], self._where, self._hosts.earlier, self._clock.interruptions)
         self._names = tuple(verdict["hosts"])
         self._group = verdict["group"] or self._hosts.id
-        self._patience_s, self._agents = verdict["patience_s"], verdict["agents"]
+        self._patience_s, self._spans = verdict["patience_s"], verdict["spans"]
         if verdict["already"]:
             self._drive(self._hosts.end({"node": None, "code": "already", "message": "nothing was left to do"}, held=True))
             self._over = True
@@ -189,7 +188,7 @@ class Rendezvous:
             raise self._held(words.reason(hosts.verdict["cause"], self._where))
         if self.committed:
             self._back.append(_BACK[Call.UNLOCK])
-        if self._agents and hosts.passed >= hosts.steps.index("lock"):
+        if self._spans and hosts.passed >= hosts.steps.index("lock"):
             self._back.append(_BACK[Call.ARM])
 
     # Inside.

@@ -19,7 +19,7 @@ def name(info: Body) -> str:
 def suspend(infos: Mapping[int, Body]) -> Body:
     """Every communicator must be wholly on these hosts, and of one version of NCCL."""
     outside = [Outsider(Rank(*rank), who, near) for i in infos.values() for rank, who, near in i.get("outside", ())]
-    found = ranks.hazards({name(i): [Rank(*r) for r in i["ranks"]] for i in infos.values()}, outside)
+    found = ranks.hazards(_ranks(infos), outside)
     if found:
         return _refused("nccl-communicator", found[0].message, found[0].hint)
     return _go(infos, next((i["group"] for i in infos.values() if i["group"]), ""))
@@ -51,6 +51,10 @@ def resume(infos: Mapping[int, Body]) -> Body:
     return _go(infos, group)
 
 
+def _ranks(infos: Mapping[int, Body]) -> dict[str, list[Rank]]:
+    return {name(i): [Rank(*r) for r in i["ranks"]] for i in infos.values()}
+
+
 def _go(infos: Mapping[int, Body], group: str) -> Body:
     everybody = [infos[n] for n in sorted(infos)]
     return {
@@ -58,7 +62,7 @@ def _go(infos: Mapping[int, Body], group: str) -> Body:
         "hosts": [i["host"] for i in everybody],
         "group": group,
         "patience_s": max(i["patience_s"] for i in everybody),
-        "agents": any(i["agents"] for i in everybody),
+        "spans": ranks.span(_ranks(infos)),
         "already": all(i["already"] for i in everybody),
     }
 
