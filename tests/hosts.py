@@ -15,6 +15,7 @@ from gpuckpt.rendezvous import judge
 from gpuckpt.rendezvous.coordinator import Body, Coordinator, Get, Moment, Put, Steps
 from gpuckpt.rendezvous.file import FileStore
 from gpuckpt.rendezvous.seal import Seal
+from gpuckpt.rendezvous.store import Store
 from tests.conftest import DEADLINE_S, Machine, Result, Running, Target
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class Cluster:
     machines: list[Machine] = field(default_factory=list)
     ranks: list[list[Target]] = field(default_factory=list)
     name: str = "job"
+    address: str = ""  # HOST:PORT of a c10d store; without one they meet in a directory
 
     @classmethod
     def make(cls, path: Path, hosts: int, *, puppets: int = 0, gpus: int = 2) -> Cluster:
@@ -45,7 +47,16 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return f"file://{self.path}/shared/{self.name}"
+        return f"c10d://{self.address}/{self.name}" if self.address else f"file://{self.path}/shared/{self.name}"
+
+    def store(self) -> Store:
+        """For a puppet, or who looks on."""
+        if not self.address:
+            return FileStore(self.path / "shared" / self.name)
+        from gpuckpt.rendezvous.c10d import C10dStore
+
+        host, _, port = self.address.partition(":")
+        return C10dStore(host, int(port), self.name, lambda: None)
 
     @property
     def targets(self) -> list[Target]:
@@ -96,7 +107,7 @@ class Puppet:
 
     def __init__(self, cluster: Cluster, node: int, command: str) -> None:
         self.cluster, self.node = cluster, node
-        self.store, self.seal = FileStore(cluster.path / "shared" / cluster.name), Seal(cluster.name)
+        self.store, self.seal = cluster.store(), Seal(cluster.name)
         judged = {"suspend": judge.suspend, "resume": judge.resume}[command]
         me = {"host": "puppet", "machine": "puppet", "pid": 1, "start_ticks": 1}
         self.coordinator = Coordinator(command, cluster.nodes, node, me, lambda _: False, judged, lambda: f"puppet{time.monotonic_ns()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from gpuckpt.model import State
+from gpuckpt.model import Call, State
+from gpuckpt.rendezvous.coordinator import STEPS
 from tests.conftest import Machine, eventually
 from tests.hosts import Cluster
+from tests.tcp_store import TCP_STORES, answers, free_port, needs_torch, serving, use_tcp_store
 
 RUNNING, LOCKED, CHECKPOINTED = State.RUNNING, State.LOCKED, State.CHECKPOINTED
 Make = Callable[..., Cluster]
@@ -281,30 +284,91 @@ def test_ranks_of_a_killed_coordinator_wait_for_their_peers_in_nccl(cluster: Mak
     assert c.whole()
 
 
-@pytest.mark.parametrize("step", ["lock", "checkpoint"])
-def test_the_shared_directory_vanishes(cluster: Make, step: str) -> None:
-    """Before its vote for the commit a host goes back alone; after it, it holds."""
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [("comms", "fake"), ("disarm", "file"), ("lock", "fake"), ("checkpoint", "file"), ("end", "fake")]
+    + [pytest.param(step, "torch", marks=needs_torch) for step in STEPS["suspend"][2:]],
+)
+def test_the_host_of_the_store_is_gone(cluster: Make, step: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its store, at each step. Before its vote for the commit a host goes back; after it, it holds, and comes back by another."""
     c = cluster(2, puppets=1)
     c.own_jobs()
-    puppet = c.puppet()
-    running = [c.begin(h, "suspend") for h in range(2)]
-    puppet.join()
-    puppet.votes(*puppet.coordinator.steps[2 : puppet.coordinator.steps.index(step)])
-    puppet.wait_for_votes(step)
-    (c.path / "shared" / "job").rename(c.path / "elsewhere")
-    results = [r.end() for r in running]
-    expected = (1, "rendezvous-lost") if step == "lock" else (3, "held")
-    assert [(r.code, r.error["code"]) for r in results] == [expected] * 2, results
-    assert set(c.states()) == {RUNNING if step == "lock" else LOCKED}
-    if step == "lock":
+    with contextlib.ExitStack() as ends:
+        if kind == "file":
+            serves = None
+        else:
+            use_tcp_store(kind, monkeypatch)
+            serves = ends.enter_context(serving(port := free_port()))
+            c.address = f"127.0.0.1:{port}"
+        puppet = c.puppet()
+        running = [c.begin(h, "suspend") for h in range(2)]
+        puppet.join()
+        puppet.votes(*puppet.coordinator.steps[2 : puppet.coordinator.steps.index(step)])
+        puppet.wait_for_votes(step)
+        if serves is None:
+            (c.path / "shared" / "job").rename(c.path / "elsewhere")
+        else:
+            serves.kill()
+        results = [r.end() for r in running]
+    voted = step in ("checkpoint", "end")
+    assert [(r.code, r.error["code"]) for r in results] == [(3, "held") if voted else (1, "rendezvous-lost")] * 2, results
+    assert set(c.states()) == {{"checkpoint": LOCKED, "end": CHECKPOINTED}.get(step, RUNNING)}
+    if not voted:
         assert c.whole()
+        assert not any(m.records() for m in c.machines)
         return
-    c.name = "another"
+    c.name, c.address = "another", ""
     back = c.puppet("resume")
     running = [c.begin(h, "resume") for h in range(2)]
     assert back.join(puppet.coordinator.id)["go"]
     back.votes(*back.coordinator.steps[2:])
     assert [r.end().code for r in running] == [0, 0]
+    assert c.whole()
+
+
+@pytest.mark.parametrize("kind", TCP_STORES)
+@pytest.mark.parametrize("call", [Call.COMMS, Call.CHECKPOINT])
+def test_the_host_that_serves_the_store_is_killed(cluster: Make, call: Call, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command, with the store in it, before the commit and after; two of four ranks of one communicator are its own."""
+    use_tcp_store(kind, monkeypatch)
+    c = cluster(2)
+    c.one_job(2)
+    c.address = f"127.0.0.1:{free_port()}"
+    slow, met = c.ranks[0][0], c.path / "meet/tp-1-suspend"
+    c.machines[0].world.add_fault(call, pid=slow.pid, delay_s=1.0)
+    serves = c.begin(0, "suspend")
+    eventually(lambda: answers(c.address), "node 0 serves the store")
+    other = c.begin(1, "suspend")
+    if call is Call.COMMS:
+        eventually(lambda: met.exists() and len(list(met.iterdir())) == 3, "three ranks have come to their communicator")
+    else:
+        eventually(lambda: slow.under_way(call), "the checkpoint of node 0 is under way")
+    serves.process.kill()
+    serves.end()
+    result = other.end()
+    if call is Call.COMMS:
+        assert (result.code, result.error["code"]) == (1, "rendezvous-lost"), result
+    else:
+        assert (result.code, result.error["code"]) == (3, "held"), result
+        eventually(lambda: not c.machines[0].world.peek().operations, "what the driver was asked for has ended")
+        c.address = f"127.0.0.1:{free_port()}"
+        results = c.all("resume")
+        assert [r.code for r in results] == [0, 0], results
+    assert c.whole()
+    c.machines[0].gpuckpt("recover")
+    assert not any(m.records() for m in c.machines)
+
+
+def test_a_store_that_says_nothing_keeps_no_command(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tcp_store("fake", monkeypatch)
+    c = cluster(1)
+    c.own_jobs()
+    with serving(port := free_port()) as host:
+        c.address = f"127.0.0.1:{port}"
+        host.send_signal(signal.SIGSTOP)
+        result = c.begin(0, "suspend", timeout="500ms", nodes=2).end()
+    assert (result.code, result.error["code"]) == (1, "rendezvous-lost"), result
+    assert "does not answer" in result.error["message"]
     assert c.whole()
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import socket
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,30 +15,24 @@ import pytest
 
 from gpuckpt import errors
 from gpuckpt.rendezvous.file import FileStore
+from gpuckpt.rendezvous.prompt import Prompt
 from gpuckpt.rendezvous.seal import Seal, read_key
 from tests.hosts import Cluster
 from tests.memory_hosts import MemoryStore
+from tests.tcp_store import TCP_STORES, free_port, serving, use_tcp_store
 
 if TYPE_CHECKING:
     from gpuckpt.rendezvous.store import Store
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 Connect = Callable[[], "Store"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def no_wait() -> None:
     raise errors.RendezvousLost("nobody serves")
 
 
-@pytest.fixture(params=["memory", "file", pytest.param("c10d", marks=needs_torch)])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+@pytest.fixture(params=["memory", "file", *TCP_STORES])
+def connect(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
     """Gives each caller a store of its own on the same registers."""
     if request.param == "memory":
         one = MemoryStore()
@@ -47,6 +40,7 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]
     elif request.param == "file":
         yield lambda: FileStore(tmp_path / "job")
     else:
+        use_tcp_store(request.param, monkeypatch)
         from gpuckpt.rendezvous.c10d import C10dStore
 
         port = free_port()
@@ -159,8 +153,9 @@ except errors.Usage as e:
     assert "gpuckpt[torch]" in out
 
 
-@needs_torch
-def test_a_c10d_store_ends_with_its_host() -> None:
+@pytest.mark.parametrize("kind", TCP_STORES)
+def test_a_c10d_store_ends_with_its_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tcp_store(kind, monkeypatch)
     from gpuckpt.rendezvous.c10d import C10dStore
 
     port = free_port()
@@ -174,12 +169,33 @@ def test_a_c10d_store_ends_with_its_host() -> None:
     ]
     assert [a for a in listening if a.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]  # on no other address
     serves.close()
-    with pytest.raises(errors.RendezvousLost):
-        joins.get("k")
+    for call in (lambda: joins.get("k"), lambda: joins.compare_set("other", b"v"), lambda: joins.get("k")):
+        with pytest.raises(errors.RendezvousLost, match=f"the store at 127.0.0.1:{port} cannot be reached"):
+            call()
 
 
-@needs_torch
-def test_two_hosts_over_c10d(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TCP_STORES)
+def test_a_store_whose_host_says_nothing_is_lost(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lost its power, or stands still: the connection is there, and nobody answers. torch's own waits for ever then."""
+    use_tcp_store(kind, monkeypatch)
+    from gpuckpt.rendezvous.c10d import C10dStore
+
+    port = free_port()
+    with serving(port) as host:
+        joins = Prompt(C10dStore("127.0.0.1", port, "job", no_wait), "c10d://there", 0.3)
+        assert joins.compare_set("k", b"v") == b"v"
+        host.send_signal(signal.SIGSTOP)
+        for call in (lambda: joins.get("k"), lambda: joins.compare_set("other", b"v")):
+            with pytest.raises(errors.RendezvousLost, match="the rendezvous c10d://there does not answer"):
+                call()
+        host.send_signal(signal.SIGCONT)
+        with pytest.raises(errors.RendezvousLost):  # what it says now would answer another question
+            joins.get("other")
+
+
+@pytest.mark.parametrize("kind", TCP_STORES)
+def test_two_hosts_over_c10d(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tcp_store(kind, monkeypatch)
     c = Cluster.make(tmp_path, 2)
     try:
         c.one_job(1)

@@ -11,9 +11,7 @@ from typing import Any
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
-
-#: How long one answer of the store may take, in seconds.
-ANSWER_DEADLINE_S = 10.0
+from gpuckpt.rendezvous.prompt import ANSWER_DEADLINE_S, within
 
 
 class C10dStore:
@@ -22,7 +20,7 @@ class C10dStore:
 
     ends = True
 
-    def __init__(self, host: str, port: int, name: str, wait: Callable[[], None]) -> None:
+    def __init__(self, host: str, port: int, name: str, wait: Callable[[], None], answer_s: float = ANSWER_DEADLINE_S) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # we have words of our own for a store that is gone
         try:
             from torch.distributed import TCPStore
@@ -38,12 +36,12 @@ class C10dStore:
         while not self.serving and not _answers(host, port):
             wait()
         more: dict[str, Any] = {"master_listen_fd": listening.detach()} if listening is not None else {}
-        answer = timedelta(seconds=ANSWER_DEADLINE_S)
+        answer = timedelta(seconds=answer_s)
         try:
-            self._store = TCPStore(host, port, None, self.serving, timeout=answer, wait_for_workers=False, **more)
-        except RuntimeError as e:
+            self._store = within(answer_s, lambda: TCPStore(host, port, None, self.serving, timeout=answer, wait_for_workers=False, **more))
+        except (RuntimeError, TimeoutError) as e:
             raise errors.RendezvousLost(
-                f"no store answers at {self._where} ({_first_line(e)}); nothing was touched",
+                f"no store answers at {self._where} ({_first_line(e) or 'silence'}); nothing was touched",
                 hint=f"start the command on the host that {host} is an address of",
             ) from e
 

@@ -13,6 +13,7 @@ from gpuckpt.inspect import processes
 from gpuckpt.model import ProcessId
 from gpuckpt.rendezvous.coordinator import Body
 from gpuckpt.rendezvous.host import Clock, Rendezvous
+from gpuckpt.rendezvous.prompt import ANSWER_DEADLINE_S, Prompt, within
 from gpuckpt.rendezvous.seal import Seal, read_key
 
 if TYPE_CHECKING:
@@ -48,25 +49,32 @@ def rendezvous(
     name = (c10d or file or {"name": ""})["name"]
     key = read_key(key_file) if key_file else b""
     until = clock.now() + (timeout_s or CONNECT_S)
+    answer_s = min(ANSWER_DEADLINE_S, timeout_s or ANSWER_DEADLINE_S)
 
     def connect() -> Store:
         if c10d:
             from gpuckpt.rendezvous.c10d import C10dStore
 
             where = f"{c10d['host']}:{c10d['port']}"
-            store: Store = C10dStore(c10d["host"].strip("[]"), int(c10d["port"]), c10d["name"], lambda: _wait(clock, where, until))
+            host, port = c10d["host"].strip("[]"), int(c10d["port"])
+            store: Store = C10dStore(host, port, c10d["name"], lambda: _wait(clock, where, until), answer_s)
         else:
             from gpuckpt.rendezvous.file import FileStore
 
             assert file is not None
-            store = FileStore(Path(file["directory"]) / file["name"])
+            directory = Path(file["directory"]) / file["name"]
+            try:
+                store = within(answer_s, lambda: FileStore(directory))
+            except TimeoutError:
+                said = f"the rendezvous directory {directory} does not answer; nothing was touched"
+                raise errors.RendezvousLost(said, hint="whether its file server is there: ls " + file["directory"]) from None
         if store.open_to_others and not key:
             store.close()
             raise errors.RendezvousKey(
                 f"others can write into the rendezvous {url}, so its values must be authenticated; nothing was touched",
                 hint="--rendezvous-key FILE, the same on every host: (umask 077; head -c 32 /dev/urandom | base64 > FILE)",
             )
-        return store
+        return Prompt(store, url, answer_s)
 
     identity = {"host": os.uname().nodename, "machine": f"{boot_id} {_pid_namespace()}", "pid": me.pid, "start_ticks": me.start_ticks}
     return Rendezvous(
