@@ -12,11 +12,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from gpuckpt.agent.client import Agents
+from gpuckpt.inspect import processes
 
 SIMULATED = bool(os.environ.get("GPUCKPT_SIMULATE"))
 if SIMULATED:
@@ -35,6 +39,8 @@ if SIMULATED and OUT.resolve() == RESULTS:
     sys.exit(f"{RESULTS} is for what ran on GPUs: set OUT to another directory")
 
 
+#: How long a program may take to come to its safe point, where its NCCL is asked for, in seconds.
+NCCL_LOOK_S = 10.0
 _begun = time.monotonic()
 _limit_s = float("inf")
 _started: list[subprocess.Popen[str] | Target] = []
@@ -133,6 +139,17 @@ class Results:
     def note(self, key: str, value: object) -> None:
         self.document[key] = value
         self.write()
+
+    def note_nccl(self, pids: Iterable[int]) -> None:
+        """The versions of NCCL in *pids*, each of which has an agent: those that their loaded libraries tell."""
+        agents = Agents()
+        try:
+            asked = agents.hellos(p.id for pid in pids if (p := processes.read(pid)))
+            seen = agents.looks(asked, NCCL_LOOK_S).values()
+        finally:
+            agents.close()
+        self.document["machine"]["nccl"] = sorted({c["nccl"] for hello in seen if hello for c in hello.communicators})
+        self.check("NCCL is known", bool(self.document["machine"]["nccl"]), [hello and hello.unseen for hello in seen])
 
     def write(self) -> None:
         (OUT / f"{self.name}.json").write_text(json.dumps(self.document, indent=1, default=str))

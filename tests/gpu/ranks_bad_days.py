@@ -43,6 +43,7 @@ def start() -> list[dict[str, Any]]:
     first = [x.read() for x in ranks]
     if not r.check(f"the job runs ({ranks[0].pid})", runs(first), first):
         finish()
+    r.note_nccl(x.pid for x in ranks)
     return first
 
 

@@ -109,6 +109,7 @@ ranks += [Rank(budget, i, 2, environ, preload="--exec" in sys.argv) for i in ran
 try:
     first = [x.read() for x in ranks]
     must("the job runs", runs(first), first)
+    r.note_nccl(x.pid for x in ranks)
 
     rows: list[dict[str, Any]] = []
     longest = 0.0

@@ -30,6 +30,7 @@ try:
     first = [x.read() for x in ranks]
     if not r.check("the job runs", runs(first), first):
         raise SystemExit(1)
+    r.note_nccl(x.pid for x in ranks)
     r.note("groups", first[0].get("groups"))
     r.note("preload", [tail(x.log, 4000).partition("\n")[0] for x in ranks] if preload else None)
     budget.step("dry run, and one rank alone")

@@ -172,6 +172,7 @@ try:
     fine = code == 0 and not plan["plan"]["refused"] and "comms" in names and len(plan["processes"]) == RANKS
     if not r.check("dry run: both engines, by their agents, nothing in the way", fine, plan):
         raise SystemExit
+    r.note_nccl(p["pid"] for p in plan["processes"])
     r.note("running_mib", [used_mib(g) for g in GPUS])
     for i in range(cycles):
         if not budget.allows(45):

@@ -148,6 +148,7 @@ try:
     names = [s["name"] for s in ((plan.get("plan") or {}).get("steps") or [])]
     if not r.check("dry run: all workers, by their agents, nothing in the way", code == 0 and not plan["plan"]["refused"] and "comms" in names and len(plan["processes"]) == RANKS, seen):
         raise SystemExit
+    r.note_nccl(p["pid"] for p in plan["processes"])
     r.note("running_mib", [used_mib(g) for g in GPUS])
 
     # 4. Cycles: in every other one a request is in flight when the suspend comes.

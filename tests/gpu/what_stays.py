@@ -153,7 +153,11 @@ class Real:
     def nccl(self) -> None:
         import torch.distributed as dist
 
+        from gpuckpt.nccl import library
+
         dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1, device_id=self.torch.device("cuda:0"))
+
+        self.versions = [copy.version for copy in library.loaded()]
 
         def reduce() -> int:
             x = self.torch.ones(1 << 20, device="cuda")
@@ -176,7 +180,7 @@ class Real:
         gpuckpt.pool.wake()
 
     def answer(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"pid": os.getpid(), "sums": [s() for s in self.sums]}
+        found: dict[str, Any] = {"pid": os.getpid(), "sums": [s() for s in self.sums], "nccl": getattr(self, "versions", None)}
         if hasattr(self, "torch"):
             self.torch.cuda.synchronize()
             found |= {"torch_mib": self.torch.cuda.memory_reserved() >> 20, "torch_used_mib": self.torch.cuda.memory_allocated() >> 20}
@@ -318,6 +322,8 @@ def main() -> None:
             r.note("left_out", [*r.document.get("left_out", []), step])
             continue
         answer = ask(step)
+        if answer.get("nccl"):
+            r.document["machine"]["nccl"] = answer["nccl"]
         row: dict[str, Any] = {"step": step, **{k: answer.get(k) for k in ("torch_mib", "torch_used_mib", "error")}, "running": read()}
         rows.append(row)
         same = True

@@ -28,6 +28,7 @@ ranks[:] = [Rank(budget, i, 2, environ) for environ in [environment()] for i in 
 server, trainer = ranks
 first = [x.read() for x in ranks]
 r.check("the job runs", runs(first), first)
+r.note_nccl(x.pid for x in ranks)
 running = [used_mib(g) - e for g, e in zip((0, 1), empty, strict=True)]
 r.note("running_mib", running)
 
