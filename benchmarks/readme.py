@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tables
+import tables_ranks
 from documents import ROOT, UNTESTED, machine, most, result, source
 
 
@@ -180,7 +181,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/driver-path.md": {"copies": tables.copies, "side-by-side": tables.side_by_side, "reserve": tables.reserve, "preload-cost": tables.preload_cost},
     "docs/figures.md": {"figures": tables.figures},
     "docs/how-it-works.md": {"added": tables.added, "growth": tables.growth, "killed": tables.killed},
-    "docs/multi-gpu.md": {"awake-cost": tables.awake_cost},
+    "docs/multi-gpu.md": {"tensor-parallel": tables_ranks.tensor_parallel, "awake-cost": tables_ranks.awake_cost},
     "docs/pool.md": {"pool": tables.pool},
     "docs/security.md": {"permissions": tables.permissions, "containers": tables.containers},
     "docs/vllm.md": {"vllm-versions": tables.vllm_versions},

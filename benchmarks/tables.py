@@ -177,32 +177,6 @@ def added() -> str:
     return "\n".join(rows)
 
 
-def awake_cost() -> str:
-    """What the settings that make `vllm serve -tp 2` suspendable cost it while it is awake."""
-    found = result("awake_cost")
-    if found is None:
-        return UNTESTED
-    load, rows = found["load"], ["| each of its starts; median (least–most) | with them | without |", "|---|---|---|"]
-    for key, what in (
-        ("per_token_ms", "ms a token, one stream"),
-        ("tokens_s", f"tokens/s, {load['streams']} streams of {load['tokens']} tokens"),
-    ):
-        cells = []
-        for kind in ("with", "without"):
-            starts = [r[key] for r in found["starts"] if r["kind"] == kind]
-            digits = 2 if key == "per_token_ms" else 0
-            cells.append("; ".join(f"{statistics.median(v):,.{digits}f} ({min(v):,.{digits}f}–{max(v):,.{digits}f})" for v in starts))
-        rows.append(f"| {what} | {' | '.join(cells)} |")
-    m = found["machine"]
-    return "\n".join(
-        [
-            *rows,
-            "",
-            f"Two {m['gpu']}, driver {m['driver']}, vLLM {m['versions'].get('vllm')}, the servers in turn ({source('awake_cost', DOCS)}).",
-        ]
-    )
-
-
 def killed() -> str:
     """What the driver does when the caller of a call is killed."""
     found = result("driver-facts")

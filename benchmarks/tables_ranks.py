@@ -1,0 +1,58 @@
+"""Tables of jobs on several GPUs, from the result files."""
+
+from __future__ import annotations
+
+import statistics
+
+from documents import DOCS, UNTESTED, result, source, spread
+
+#: What a suspend and a resume took in the probe of it that came before the first line of gpuckpt, in seconds, and what it had on its GPUs.
+PROBE_S, PROBE_GIB = (15.1, 5.3), 32
+
+
+def tensor_parallel() -> str:
+    """`vllm serve -tp 2` suspended by its pid, beside what the first probe of it took by hand."""
+    found = result("vllm_tp2")
+    if found is None:
+        return UNTESTED
+    gib = sum(found["running_mib"]) / 1024
+    rows = ["| | on the two GPUs | suspend | resume |", "|---|---|---|---|"]
+    for method, what in (("driver", "nothing moved beforehand"), ("auto", "vLLM's own allocator first")):
+        runs = [c for c in found["cycles"] if c["method"] == method and not c["suspend"] and not c["resume"]]
+        times = " | ".join(spread([r[f"{way}_wall_s"] for r in runs]) for way in ("suspend", "resume"))
+        rows.append(f"| `gpuckpt suspend PID`, {what}; {len(runs)} cycles | {gib:.1f} GiB | {times} |")
+    seconds = " | ".join(f"{s:.1f} s" for s in PROBE_S)
+    rows.append(
+        f"| the probe before it: the same calls by hand, nothing moved beforehand, no preload library | about {PROBE_GIB} GiB | {seconds} |"
+    )
+    m, preload = found["machine"], "with the preload library" if "exec" in found["command"] else "without the preload library"
+    said = f"Two {m['gpu']}, driver {m['driver']}, vLLM {m['versions'].get('vllm')}, {preload} ({source('vllm_tp2', DOCS)})."
+    return "\n".join(
+        [*rows, "", f"{said} The probe ran on such a machine with the same vLLM, and left no file: its figures tell the order, no more."]
+    )
+
+
+def awake_cost() -> str:
+    """What the settings that make `vllm serve -tp 2` suspendable cost it while it is awake."""
+    found = result("awake_cost")
+    if found is None:
+        return UNTESTED
+    load, rows = found["load"], ["| each of its starts; median (least–most) | with them | without |", "|---|---|---|"]
+    for key, what in (
+        ("per_token_ms", "ms a token, one stream"),
+        ("tokens_s", f"tokens/s, {load['streams']} streams of {load['tokens']} tokens"),
+    ):
+        cells = []
+        for kind in ("with", "without"):
+            starts = [r[key] for r in found["starts"] if r["kind"] == kind]
+            digits = 2 if key == "per_token_ms" else 0
+            cells.append("; ".join(f"{statistics.median(v):,.{digits}f} ({min(v):,.{digits}f}–{max(v):,.{digits}f})" for v in starts))
+        rows.append(f"| {what} | {' | '.join(cells)} |")
+    m = found["machine"]
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"Two {m['gpu']}, driver {m['driver']}, vLLM {m['versions'].get('vllm')}, the servers in turn ({source('awake_cost', DOCS)}).",
+        ]
+    )
