@@ -7,11 +7,6 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-import pytest
-
-from gpuckpt.agent import client
-from gpuckpt.inspect import processes
-from gpuckpt.local import LocalWorld
 from gpuckpt.model import State
 from tests.conftest import eventually
 from tests.test_agent import job, stages, states, whole
@@ -37,21 +32,6 @@ def test_a_rank_that_dies_before_anything_is_lost(machine4: Machine) -> None:
     assert (result.code, result.error["pid"], result.error["step"]) == (1, ranks[2].pid, "quiesce"), result
     assert whole(others)
     assert not machine4.records()
-
-
-def test_a_rank_that_dies_in_its_communicators(machine4: Machine) -> None:
-    """Its peers wait for it inside NCCL: nothing is checkpointed, and they are named."""
-    ranks = job(machine4)
-    machine4.world.add_fault("comms", pid=ranks[2].pid, hang=True)
-    running = machine4.begin("suspend", ranks[0].pid, "--timeout", "1s")
-    three_come(machine4, "tp-1-suspend")
-    ranks[2].kill()
-    result = running.end()
-    assert result.code == 3, result
-    assert "still in its comms" in result.error["message"]
-    assert result.states[ranks[2].pid] == "gone"
-    assert {result.states[r.pid] for r in ranks if r is not ranks[2]} <= {"in-flight", "quiesced", "lost"}
-    assert not machine4.world.peek().operations
 
 
 def test_a_communicator_that_breaks_on_one_rank(machine4: Machine) -> None:
@@ -97,40 +77,6 @@ def test_a_rank_that_is_stopped_in_its_communicators(machine4: Machine) -> None:
     ranks[2].signal(signal.SIGCONT)
 
 
-def test_a_rank_that_hangs_on_the_way_back(machine4: Machine) -> None:
-    """All are restored and unlocked; who hangs is said, and nobody is called lost who may still come."""
-    ranks = job(machine4)
-    assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
-    machine4.world.add_fault("comms-resume", pid=ranks[1].pid, hang=True)
-    result = machine4.gpuckpt("resume", ranks[0].pid, "--timeout", "1s")
-    assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "comms-resume"), result
-    assert states(machine4, ranks) == {State.RUNNING}
-    (record,) = machine4.records()
-    assert record["status"] == "resuming"
-
-
-def test_two_suspends_of_one_job(machine4: Machine) -> None:
-    """From different ranks at once: it is done once, and both say so."""
-    ranks = job(machine4)
-    machine4.slow(0.2)
-    results = [r.end() for r in [machine4.begin("suspend", ranks[i].pid) for i in (0, 3)]]
-    assert [r.code for r in results] == [0, 0], results
-    assert sorted(r.document["already"] for r in results) == [False, True]
-    assert len(machine4.records()) == 1
-    assert machine4.gpuckpt("resume", ranks[1].pid).code == 0
-    assert whole(ranks)
-
-
-def test_ranks_of_different_nccl_are_refused(machine4: Machine) -> None:
-    options = [("--gpu", str(r), "--nccl-socket", "--nccl", v, "--agent", "tp", str(r), "2") for r, v in enumerate(("2.30.7", "2.29.7"))]
-    ranks = machine4.job(*options)
-    result = machine4.gpuckpt("suspend", ranks[0].pid)
-    assert (result.code, result.error["code"]) == (6, "nccl-communicator")
-    assert f"2.29.7 in pid {ranks[1].pid}" in result.error["message"]
-    assert f"2.30.7 in pid {ranks[0].pid}" in result.error["message"]
-    assert whole(ranks)
-
-
 def test_an_old_nccl_is_advised_against(machine4: Machine) -> None:
     ranks = machine4.job(*(("--gpu", str(r), "--nccl-socket", "--nccl", "2.29.7", "--agent", "tp", str(r), "2") for r in range(2)))
     plan = machine4.gpuckpt("suspend", "--dry-run", ranks[0].pid)
@@ -150,37 +96,6 @@ def test_each_operation_looks_afresh(machine4: Machine) -> None:
     assert set(machine4.gpuckpt("suspend", pids[0], third[0].pid).states) == {t.pid for t in (*first, *third)}
     assert machine4.gpuckpt("resume", third[0].pid).code == 0
     assert whole([*first, *third])
-
-
-#: A rank that holds Python's interpreter for ever from the first command on: a call into C that does not let go of it.
-HOG = """
-import ctypes, sys
-from gpuckpt.driver import simtarget
-simtarget.Target.check_ = simtarget.Target.check
-def check(target):
-    if target.asked:
-        ctypes.PyDLL(None).pause()
-    target.asked = True
-    return target.check_()
-simtarget.Target.asked, simtarget.Target.check = False, check
-sys.exit(simtarget.main(sys.argv[1:]))
-"""
-
-
-def test_a_program_that_keeps_the_interpreter_for_ever_is_named(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = machine4.path / "hog.py"
-    script.write_text(HOG)
-    (hog,) = machine4.start((sys.executable, str(script), "--nccl-socket", "--agent", "tp", "0", "1"))
-    hog.tell("check")
-    eventually(lambda: hog.has_taken() and processes.read(hog.pid).state == "S", "it stands in its call")
-    for name, value in machine4.environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(client, "HELLO_DEADLINE_S", 0.5)
-    with LocalWorld() as world:
-        found = world.inspect([hog.pid], tree=True)
-    assert found.hazards[0].pid == hog.pid
-    assert "does not answer" in found.hazards[0].message
-    assert states(machine4, [hog]) == {State.RUNNING}
 
 
 FORKED = """

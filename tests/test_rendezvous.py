@@ -329,10 +329,10 @@ def test_the_host_of_the_store_is_gone(cluster: Make, step: str, kind: str, monk
 @pytest.mark.parametrize("kind", TCP_STORES)
 @pytest.mark.parametrize("call", [Call.COMMS, Call.CHECKPOINT])
 def test_the_host_that_serves_the_store_is_killed(cluster: Make, call: Call, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its command, with the store in it, before the commit and after; two of four ranks of one communicator are its own."""
+    """Its command, with the store in it, before the commit and after; four of eight ranks of one communicator are its own."""
     use_tcp_store(kind, monkeypatch)
-    c = cluster(2)
-    c.one_job(2)
+    c = cluster(2, gpus=4)
+    c.one_job(4)
     c.address = f"127.0.0.1:{free_port()}"
     slow, met = c.ranks[0][0], c.path / "meet/tp-1-suspend"
     c.machines[0].world.add_fault(call, pid=slow.pid, delay_s=1.0)
@@ -340,7 +340,7 @@ def test_the_host_that_serves_the_store_is_killed(cluster: Make, call: Call, kin
     eventually(lambda: answers(c.address), "node 0 serves the store")
     other = c.begin(1, "suspend")
     if call is Call.COMMS:
-        eventually(lambda: met.exists() and len(list(met.iterdir())) == 3, "three ranks have come to their communicator")
+        eventually(lambda: met.exists() and len(list(met.iterdir())) == 7, "seven ranks have come to their communicator")
     else:
         eventually(lambda: slow.under_way(call), "the checkpoint of node 0 is under way")
     serves.process.kill()
