@@ -130,7 +130,7 @@ class Group(Walk):
     def look_s(self) -> float:
         """How long an inspection waits for programs to look at their communicators: one that is busy for so long does not come to its safe
         point either, for which the other half of the time is left."""
-        return max(0.0, self.deadline - self.world.now()) / 2 if self.command == "suspend" else 0.0
+        return max(0.0, self.deadline.at - self.world.now()) / 2 if self.command == "suspend" else 0.0
 
     def inspected(self, targets: Sequence[int], *, tree: bool = True) -> Inventory:
         inventory = self.world.inspect(targets, tree=tree, along=self.beside, method=self.method, look_s=self.look_s())

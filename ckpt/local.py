@@ -16,6 +16,7 @@ from typing import Any
 
 from gpuckpt import along as beside
 from gpuckpt import claims, early, errors, host_room, refusals
+from gpuckpt.agent import told
 from gpuckpt.agent.client import AgentPending, Agents, Hello
 from gpuckpt.claims import FileClaim
 from gpuckpt.driver.api import CallError
@@ -145,12 +146,12 @@ class LocalWorld:
         hellos = {p.pid: hello for p in able if (hello := self._said.get(p))}
         blind = {pid for pid in members if pid in hellos and hellos[pid].blind}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
-        members = {pid: _with_agent(p, hellos.get(pid)) for pid, p in members.items()}
+        members = {pid: told.of(p, hellos.get(pid)) for pid, p in members.items()}
         silent = {p.pid for p in self.agents.silent}
         beside.refuse({pid: p for pid, p in members.items() if p.along}, along, silent)
         found = [hazards.silent(p) for p in members.values() if p.pid in silent]
         for p in members.values():
-            own = hazards.of_process(p, procs[p.pid], self.root, communicators=_ranks(hellos.get(p.pid)))
+            own = hazards.of_process(p, procs[p.pid], self.root, communicators=told.own_ranks(hellos.get(p.pid)))
             own = [h for h in own if not (p.pid in blind and h.kind == "nccl-communicator")]  # it looks itself, when it stands
             found += [h for h in own if not p.along or h.kind == "stopped"]  # it is not checkpointed
         found += [hazards.unvouched(members[pid], words) for pid in members if pid in hellos for words in hellos[pid].hazards]
@@ -161,8 +162,8 @@ class LocalWorld:
         if not self.simulated:
             found += hazards.mps(procs.values())
         needed, room, short = self.host_room(list(members.values()), method)
-        ranks = () if blind else _ranks_of({pid: hello for pid, hello in hellos.items() if pid in members})
-        warnings = (*map(void_words, void), *self.journal.unreadable(), *_unseen(hellos, members), *advice(ranks))
+        ranks = () if blind else told.ranks({pid: hello for pid, hello in hellos.items() if pid in members})
+        warnings = (*map(void_words, void), *self.journal.unreadable(), *told.unseen(hellos, members), *advice(ranks))
         outside = beside.outsiders(
             ranks, self.agents, lambda: [procs[p] for p in self.devices.loaded(list(procs)) if p != self.me.pid], near, self.describe
         )
@@ -277,7 +278,7 @@ class LocalWorld:
 
     def ranks(self, processes_: Iterable[ProcessId]) -> tuple[Rank, ...]:
         hellos = self.agents.hellos(p for p in processes_ if processes.is_same(p) and not self.halted(p))
-        return _ranks_of({p.pid: hello for p, hello in hellos.items()})
+        return told.ranks({p.pid: hello for p, hello in hellos.items()})
 
     def silent(self, process: ProcessId) -> bool:
         return self._said.get(process) is None
@@ -380,30 +381,3 @@ class LocalWorld:
                 pid=holder,
             )
         self.wait((), min(until, self.now() + _POLL_S))
-
-
-def _ranks_of(hellos: Mapping[int, Hello]) -> tuple[Rank, ...]:
-    """In communicators of more than one rank: the others concern nobody else."""
-    said = [(pid, c) for pid in sorted(hellos) for c in hellos[pid].communicators if c["size"] > 1]
-    return tuple(Rank(pid, c["name"], c["rank"], c["size"], c.get("nccl", "")) for pid, c in said)
-
-
-def _with_agent(process: GpuProcess, hello: Hello | None) -> GpuProcess:
-    if hello is None:
-        return process
-    comms_bytes = sum(c.get("host_bytes", 0) for c in hello.communicators)
-    seen = {"vouched": not hello.hazards, "movable": hello.movable, "offloaded": hello.offloaded, "comms_bytes": comms_bytes}
-    return dataclasses.replace(process, agent=True, **seen)
-
-
-def _unseen(hellos: Mapping[int, Hello], members: Mapping[int, GpuProcess]) -> Iterator[str]:
-    for pid in sorted(members):
-        if pid in hellos and hellos[pid].unseen:
-            known = "not known" if hellos[pid].blind else "told of as they were seen before"
-            then = f"its communicators are {known}, and are looked at when it stands there"
-            yield f"pid {pid} ({members[pid].name}): {hellos[pid].unseen}: {then}"
-
-
-def _ranks(hello: Hello | None) -> list[int] | None:
-    """The ranks that a process has in the communicators that its agent knows; None without an agent."""
-    return [c["rank"] for c in hello.communicators] if hello else None
