@@ -213,7 +213,8 @@ class Walk:
                 )
             if known and self._in_vain(known, [c.process for c in waiting]):
                 known, limit = (), min(limit, world.now() + BEREFT_GRACE_S)
-            world.wait(waiting, min(limit, world.now() + 0.25) if self._watch else limit)
+            looks = self._watch or bool(known)  # one that dies closes its connection, and is gone a moment later
+            world.wait(waiting, min(limit, world.now() + 0.25) if looks else limit)
             self._seconds |= {c.process.pid: round(world.now() - begun, 4) for c in waiting if c.outcome is not None}
             self.say(phase.call)
         results = {p: c.outcome.result if c.outcome is not None else "" for p, c in calls.items()}

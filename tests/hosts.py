@@ -81,7 +81,8 @@ class Cluster:
     ) -> Running:
         words = ["--rendezvous", self.url, "--nodes", nodes or self.nodes, "--timeout", timeout, *options]
         words += ["--node-rank", host] if place else []
-        return self.machines[host].begin(command, self.ranks[host][0].pid, *map(str, words))
+        afresh = ("env",) if self.address else ()  # with a torch that is not the tests' own
+        return self.machines[host].begin(command, self.ranks[host][0].pid, *map(str, words), prefix=afresh)
 
     def all(self, command: str, *options: object, place: bool = True) -> list[Result]:
         """*command* on every host; without *place* each takes one that is free."""

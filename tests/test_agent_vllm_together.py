@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from gpuckpt.agent import vllm_together
+from gpuckpt.agent import protocol, vllm_together
 from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, State
@@ -217,6 +217,8 @@ def test_engines_that_their_own_call_has_paused(machine2: Machine, controller: A
 def test_engines_without_a_coordinator_are_refused(machine2: Machine) -> None:
     """Of them nobody can be woken."""
     server = serve_together(machine2, FAKE_ENGINES="offline")
+    ids = [processes.read(pid).id for pid in server.workers]
+    eventually(lambda: all(protocol.find(i, os.geteuid()) for i in ids), "its engines have agents")
     refused = server.suspend()
     assert (refused.code, refused.error["code"]) == (6, "possible-import")
     assert "where it says there that gpuckpt cannot hold this engine, it says why" in refused.error["message"]
@@ -225,6 +227,7 @@ def test_engines_without_a_coordinator_are_refused(machine2: Machine) -> None:
 @pytest.mark.parametrize("option", ["--enable-elastic-ep", "--enable-eplb", "--enable-fault-tolerance"])
 def test_what_no_engine_could_hold_is_refused(machine2: Machine, option: str) -> None:
     server = serve_together(machine2, option)
+    references(server, 1)  # its engines are in their loops
     refused = server.suspend()
     assert (refused.code, refused.error["code"]) == (6, "possible-import")
     assert option.removeprefix("--enable-") in refused.error["message"]

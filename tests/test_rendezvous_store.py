@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -200,17 +199,12 @@ def test_two_hosts_over_c10d(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     try:
         c.one_job(1)
         for command in ("suspend", "resume"):
-            url = f"c10d://127.0.0.1:{free_port()}/job"
-            running = [
-                m.begin(command, here[0].pid, "--rendezvous", url, "--nodes", 2, "--node-rank", h, "--timeout", "30s")
-                for h, (m, here) in enumerate(zip(c.machines, c.ranks, strict=True))
-            ]
-            results = [r.end() for r in running]
+            c.address = f"127.0.0.1:{free_port()}"
+            results = c.all(command)
             assert [r.code for r in results] == [0, 0], results
         assert c.whole()
-        lonely = c.machines[1].gpuckpt(
-            "suspend", c.ranks[1][0].pid, "--rendezvous", "c10d://192.0.2.1:9/job", "--nodes", 2, "--timeout", "1500ms", NO_PROXY=os.devnull
-        )
+        c.address = "192.0.2.1:9"
+        lonely = c.begin(1, "suspend", timeout="1500ms").end()
         assert (lonely.code, lonely.error["code"]) == (1, "rendezvous-lost"), lonely
     finally:
         c.close()
