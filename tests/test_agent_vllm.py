@@ -144,6 +144,7 @@ def test_a_busy_server_is_held_between_two_steps(machine2: Machine) -> None:
 
 def test_a_worker_without_an_agent_is_named(machine2: Machine) -> None:
     server = serve(machine2, method="spawn", FAKE_NO_PLUGIN="worker1")
+    server.ask("first")  # all are in their loops
     result = server.suspend()
     assert result.code == 6
     assert str(server.workers[1]) in result.error["message"]
@@ -153,6 +154,7 @@ def test_a_worker_without_an_agent_is_named(machine2: Machine) -> None:
 
 def test_an_engine_that_would_not_hold_them_is_named(machine2: Machine) -> None:
     server = serve(machine2, method="spawn", FAKE_NO_PLUGIN="engine")
+    server.ask("first")  # all are in their loops
     result = server.suspend()
     assert (result.code, result.error["code"]) == (6, "possible-import")
     assert f"its engine (pid {server.engine}) is still starting, or has no agent" in result.error["message"]
@@ -247,6 +249,7 @@ def test_an_engine_that_ends_takes_its_suspended_workers_along(machine2: Machine
 
 def test_an_engine_that_ends_awake_ends_its_workers_as_ever(machine2: Machine) -> None:
     server = serve(machine2)
+    server.ask("first")  # all are in their loops
     assert server.suspend().code == 0
     assert server.resume().code == 0
     server.ask("once")
