@@ -106,9 +106,6 @@ def test_a_program_that_does_not_come_is_told_of_in_words(machine4: Machine) -> 
         assert "its communicators are not known, and are looked at when it stands there" in said
         assert machine4.gpuckpt("status", ranks[2].pid).code == 0
     assert not machine4.gpuckpt("suspend", "--dry-run", ranks[0].pid).document["warnings"]
-    with busy(machine4, ranks[2]):  # seen before, and not now
-        (said,) = machine4.gpuckpt("suspend", "--dry-run", ranks[0].pid).document["warnings"]
-        assert "told of as they were seen before" in said
     assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
     assert machine4.gpuckpt("resume", ranks[0].pid).code == 0
     assert whole(ranks)
@@ -196,6 +193,16 @@ def program(double: Double, tmp_path: Path) -> Iterator[Program]:
     made = Program(double, tmp_path / "agent.sock")
     with made.sock:
         yield made
+
+
+def test_what_was_seen_before_is_told_of_as_such(program: Program) -> None:
+    with program.comes():
+        program.hello(20.0)
+    told = program.hello(0.05)
+    assert [c["name"] for c in told["communicators"]] == ["a"]
+    assert (told["unseen"] != "", told["blind"], told["looks"]) == (True, False, True)
+    with program.comes():
+        assert program.hello(20.0)["unseen"] == ""
 
 
 def test_what_was_made_since_it_was_told_of_is_not_suspended(double: Double, program: Program) -> None:

@@ -18,7 +18,7 @@ from gpuckpt.rendezvous.prompt import Prompt
 from gpuckpt.rendezvous.seal import Seal, read_key
 from tests.hosts import Cluster
 from tests.memory_hosts import MemoryStore
-from tests.tcp_store import TCP_STORES, free_port, serving, use_tcp_store
+from tests.tcp_store import TCP_STORES, free_port, needs_torch, serving, use_tcp_store
 
 if TYPE_CHECKING:
     from gpuckpt.rendezvous.store import Store
@@ -192,9 +192,9 @@ def test_a_store_whose_host_says_nothing_is_lost(kind: str, monkeypatch: pytest.
             joins.get("other")
 
 
-@pytest.mark.parametrize("kind", TCP_STORES)
-def test_two_hosts_over_c10d(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_tcp_store(kind, monkeypatch)
+@needs_torch
+def test_two_hosts_over_c10d(tmp_path: Path) -> None:
+    """With a fake of torch's store see test_rendezvous.py."""
     c = Cluster.make(tmp_path, 2)
     try:
         c.one_job(1)
@@ -203,8 +203,18 @@ def test_two_hosts_over_c10d(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
             results = c.all(command)
             assert [r.code for r in results] == [0, 0], results
         assert c.whole()
-        c.address = "192.0.2.1:9"
-        lonely = c.begin(1, "suspend", timeout="1500ms").end()
+    finally:
+        c.close()
+
+
+@pytest.mark.parametrize("kind", TCP_STORES)
+def test_nobody_serves_the_c10d_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tcp_store(kind, monkeypatch)
+    c = Cluster.make(tmp_path, 1)
+    try:
+        c.own_jobs()
+        c.address = "192.0.2.1:9"  # no address of this machine, nor of any other
+        lonely = c.begin(0, "suspend", timeout="500ms", nodes=2).end()
         assert (lonely.code, lonely.error["code"]) == (1, "rendezvous-lost"), lonely
     finally:
         c.close()
