@@ -87,3 +87,46 @@ except KeyError:
 
 def test_it_costs_no_thread_while_nobody_asks() -> None:
     subprocess.run([sys.executable, "-c", INSIDE], check=True, timeout=60)
+
+
+#: A program whose device is not the first, on which a thread begins. A controller asks it while it rests.
+DEVICE = """
+import os, sys, threading, types
+import gpuckpt.agent
+from gpuckpt.agent.client import Agents
+from gpuckpt.inspect import processes
+from gpuckpt.model import Call
+here, done = threading.local(), []
+torch = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(
+    is_initialized=lambda: True,
+    current_device=lambda: getattr(here, "index", 0),
+    set_device=lambda index: setattr(here, "index", index),
+)
+sys.modules["torch"] = torch
+class Communicators:
+    def sockets(self): return 1
+    def obstacles(self): return []
+    def __getattr__(self, name):
+        def work():
+            done.append((name, threading.current_thread().name, torch.cuda.current_device()))
+            return [{"name": "a", "rank": 0, "size": 1}] if name == "describe" else []
+        return work
+gpuckpt.agent.install(Communicators())
+torch.cuda.set_device(3)
+me, agents = processes.read(os.getpid()).id, Agents()
+with gpuckpt.agent.idle():
+    assert agents.looks(agents.hellos([me]), 20.0)[me].communicators
+    for step in (Call.QUIESCE, Call.COMMS, Call.DISARM, Call.ARM, Call.COMMS_RESUME, Call.UNQUIESCE):
+        (asked,) = agents.start(step, [me], "raw", 20.0).values()
+        while asked.outcome is None:
+            asked.receive()
+        assert asked.outcome.ok, asked.outcome
+agents.close()
+assert {name for name, _, _ in done} == {"describe", "hazards", "synchronise", "suspend", "resume"}, done
+assert {(thread, device) for _, thread, device in done} == {("gpuckpt-stand-in", 3)}, done
+"""
+
+
+def test_who_stands_in_is_on_the_programs_device() -> None:
+    subprocess.run([sys.executable, "-c", DEVICE], check=True, timeout=60)
