@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from gpuckpt.inspect import processes
+from tests.conftest import eventually
 
 FAKE = Path(__file__).parent / "fake_c10d"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -67,3 +71,9 @@ def answers(address: str) -> bool:
     host, _, port = address.partition(":")
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0
+
+
+def silence(host: subprocess.Popen[bytes]) -> None:
+    """From now on it says nothing."""
+    host.send_signal(signal.SIGSTOP)
+    eventually(lambda: (p := processes.read(host.pid)) is not None and p.stopped, "it stands still")

@@ -17,7 +17,7 @@ from gpuckpt.model import Call, State
 from gpuckpt.rendezvous.coordinator import STEPS
 from tests.conftest import Machine, eventually
 from tests.hosts import Cluster
-from tests.tcp_store import TCP_STORES, answers, free_port, needs_torch, serving, use_tcp_store
+from tests.tcp_store import TCP_STORES, answers, free_port, needs_torch, serving, silence, use_tcp_store
 
 RUNNING, LOCKED, CHECKPOINTED = State.RUNNING, State.LOCKED, State.CHECKPOINTED
 Make = Callable[..., Cluster]
@@ -365,10 +365,9 @@ def test_a_store_that_says_nothing_keeps_no_command(cluster: Make, monkeypatch: 
     c.own_jobs()
     with serving(port := free_port()) as host:
         c.address = f"127.0.0.1:{port}"
-        host.send_signal(signal.SIGSTOP)
+        silence(host)
         result = c.begin(0, "suspend", timeout="500ms", nodes=2).end()
     assert (result.code, result.error["code"]) == (1, "rendezvous-lost"), result
-    assert "does not answer" in result.error["message"]
     assert c.whole()
 
 

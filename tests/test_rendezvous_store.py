@@ -18,7 +18,7 @@ from gpuckpt.rendezvous.prompt import Prompt
 from gpuckpt.rendezvous.seal import Seal, read_key
 from tests.hosts import Cluster
 from tests.memory_hosts import MemoryStore
-from tests.tcp_store import TCP_STORES, free_port, needs_torch, serving, use_tcp_store
+from tests.tcp_store import TCP_STORES, free_port, needs_torch, serving, silence, use_tcp_store
 
 if TYPE_CHECKING:
     from gpuckpt.rendezvous.store import Store
@@ -181,9 +181,9 @@ def test_a_store_whose_host_says_nothing_is_lost(kind: str, monkeypatch: pytest.
 
     port = free_port()
     with serving(port) as host:
-        joins = Prompt(C10dStore("127.0.0.1", port, "job", no_wait), "c10d://there", 0.3)
+        joins = Prompt(C10dStore("127.0.0.1", port, "job", no_wait), "c10d://there", 1.0)
         assert joins.compare_set("k", b"v") == b"v"
-        host.send_signal(signal.SIGSTOP)
+        silence(host)
         for call in (lambda: joins.get("k"), lambda: joins.compare_set("other", b"v")):
             with pytest.raises(errors.RendezvousLost, match="the rendezvous c10d://there does not answer"):
                 call()
