@@ -145,7 +145,7 @@ def run(
     except ImportError as e:
         fail_to_run(as_json, errors.Usage(f"{e.name} is not installed, and a run needs it", hint="pip install 'gpuckpt[serve]'"))
     from gpuckpt import follow
-    from gpuckpt.supervisor import adopt, places, vllm
+    from gpuckpt.supervisor import adopt, clients, places, vllm
     from gpuckpt.supervisor.admin import read_token
     from gpuckpt.supervisor.model import Policy
     from gpuckpt.supervisor.share import Sharing
@@ -154,7 +154,7 @@ def run(
         called = name or places.name_for(list(command))
         if not places.is_name(called):
             raise errors.Usage(f"{called!r} cannot be a name: letters, digits, '.', '_', '-', at most 32, not all digits")
-        vllm.refuse_container(command)
+        clients.refuse(command)
         kind = _adapter(adapter, upstream, command)
         if bool(admin) != bool(admin_token_file):
             raise errors.Usage("--admin and --admin-token-file belong together")
@@ -171,7 +171,7 @@ def run(
                 prepared = dataclasses.replace(
                     prepared, warnings=(*prepared.warnings, "--reserve does nothing without the preload library")
                 )
-            rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
+            rehearsed = rehearse if rehearse is not None or prepared.gate else False  # without a gate nobody knows when it is ready
             first, later = ("ram", keep_in[4:]) if keep_in.startswith("ram,") else (keep_in, "")
             method = "driver" if keep else "auto"  # its own allocator would drop the cache
             policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe, first, later, method)
