@@ -460,3 +460,18 @@ def test_when_a_run_may_leave() -> None:
     for sharing in (Sharing(shares=False), Sharing(shares=True, pinned=True)):
         with pytest.raises(errors.Usage):
             asyncio.run(Share(run, "m", sharing).give_way(0.1))
+
+
+def test_a_run_that_waits_for_its_gpu_can_be_told_to_end(stage: Stage) -> None:
+    """It has started nothing yet, and answers all the same; the one that is served there is not disturbed."""
+    a = stage.run("--share", name="a").awake()
+    stream = a.begin(stream=True, chunks=4, seconds=3.0)
+    eventually(lambda: a.facts["requests_running"], "it runs")
+    b = stage.run("--share", name="b")
+    eventually(lambda: a.facts["held_by"], "b waits for a")
+    assert stage.gpuckpt("status", "b").error["message"] == "the run waits for its GPU, and has started nothing yet"
+    assert stage.gpuckpt("stop", "b").code == 0
+    assert b.end() == 143
+    assert "told to end by gpuckpt stop while it waited for its GPU; nothing was started" in b.stderr
+    assert stream.result().body.endswith(b"[DONE]\n\n")
+    eventually(lambda: a.facts["state"] == "awake" and not a.facts["held_by"], "a is let go")
