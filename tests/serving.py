@@ -248,6 +248,11 @@ def make_stage(tmp_path: Path, gpus: int = 1) -> Iterator[Stage]:
             shutil.rmtree(runtime, ignore_errors=True)
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return str(s.getsockname()[1])
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

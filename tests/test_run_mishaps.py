@@ -36,6 +36,7 @@ class Rehearsed:
         self.run = run = Run(cast("Child", child), cast("Any", self), Traffic(hold_s=10.0, max_waiting=10), Policy(timeout_s=1.0))
         run.holdings = cast("Any", self)
         self.down = False
+        self.holders: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         async def act(*_: object) -> Any:

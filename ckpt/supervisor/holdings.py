@@ -32,6 +32,7 @@ class Holdings:
         self._child, self._timeout_s, self._accept, self._keep_in, self._method = child, timeout_s, accept, keep_in, method
         self.budget = Budget()
         self.down = False
+        self.holders: list[int] = []  # its CUDA processes when it was looked at last
         self.pids: list[int] = []  # that the last suspend took off their GPUs
         self.gpu_bytes: dict[str, int] = {}  # on each GPU while the server is awake; {} until that is known
         self.asleep_bytes: dict[str, int] = {}  # what of it the server takes by itself when it is woken
@@ -44,9 +45,9 @@ class Holdings:
         self._ready: Process | None = None  # waits for the next suspend or resume
 
     async def look(self) -> None:
-        """Learn what it holds, awake."""
+        """Learn what it holds, awake, and which of its processes do."""
         report = await self._run("look")
-        self.gpu_bytes = held_bytes(report)
+        self.gpu_bytes, self.holders = held_bytes(report), [p.pid for p in report.processes]
 
     async def check(self) -> None:
         """Raise what a suspend would be refused for in any case. Host memory is judged later: asleep, the server needs less."""

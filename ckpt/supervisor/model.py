@@ -50,7 +50,7 @@ class Policy:
     grace_s: float = 10.0
     timeout_s: float | None = None  # of one operation; None: its own default
     accept: frozenset[str] = frozenset()
-    rehearse: bool = False  # suspend and resume once before it is ready
+    rehearse: bool | None = False  # suspend and resume once before it is ready; None: if several CUDA processes serve together
     probe: bool = False  # compare the answer to a golden prompt after each resume
     keep_in: str = RAM  # or a directory: where the image lies while it is suspended
     move_to: str = ""  # or a directory: where it goes from host memory once another run wants that
