@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import shlex
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -158,6 +158,8 @@ def run(
         kind = _adapter(adapter, upstream, command)
         if bool(admin) != bool(admin_token_file):
             raise errors.Usage("--admin and --admin-token-file belong together")
+        if keep and kind != "vllm":
+            raise errors.Usage(f"--keep {keep} is about vLLM's cache, and this command is not vLLM's", hint="--adapter vllm, if it is")
         if probe and (kind != "vllm" or "gate" in without):
             raise errors.Usage("--probe asks vLLM through the gate; this command has none")
 
@@ -310,7 +312,9 @@ def _check_place(directory: str, prepared: vllm.Prepared) -> None:
 
 
 def _plan(prepared: vllm.Prepared, options: Options) -> Report:
-    details = {
+    from gpuckpt.supervisor import cache
+
+    details: dict[str, Any] = {
         "dry_run": True,
         "name": options.name,
         "adapter": options.adapter,
@@ -318,7 +322,10 @@ def _plan(prepared: vllm.Prepared, options: Options) -> Report:
         "environment": prepared.environ,
         "changes": prepared.changes,
         "listen": "{}:{}".format(*options.listen) if prepared.gate else None,
+        "keep": None,
     }
+    if options.keeps_cache:
+        details["keep"] = cache.foreseen({**os.environ, **prepared.environ}, prepared.gpu_count, options.policy.timeout_s)
     return Report("run", True, bool(os.environ.get("GPUCKPT_SIMULATE")), warnings=prepared.warnings, details=details)
 
 
@@ -329,4 +336,6 @@ def _show_plan(report: Report) -> None:
     click.echo(shlex.join(d["command_line"]))
     for name, what in d["changes"].items():
         click.echo(f"  {name}: {what}  (leave out with --without {name})")
+    if d["keep"]:
+        click.echo(f"  keep kv_cache: {d['keep']['words']}")
     click.echo(f"name {d['name']}, adapter {d['adapter']}, " + (f"gate on {d['listen']}" if d["listen"] else "no gate"))

@@ -142,6 +142,15 @@ def test_a_prefix_that_vllm_takes_off_paths_is_refused(words: list[str]) -> None
     assert words[0] in prepare(*words, without=("gate",)).command
 
 
+def test_a_file_of_options_may_have_several_gpus() -> None:
+    """What does no harm on one is done; what would take the place of an option in the file is not."""
+    made = prepare("--config", "x.yaml")
+    assert made.gpu_count is None
+    assert set(vllm.CHANGES) - set(made.changes) == {"fusion"}
+    assert prepare("--config", "x.yaml", "-tp", "2").gpu_count == 2
+    assert "fusion" in prepare("--config", "x.yaml", "-tp", "2").changes
+
+
 def test_a_prefix_in_a_file_of_options_does_not_count() -> None:
     """vLLM puts the file's options before those of the command line."""
     assert "--root-path=" in prepare("--config", "x.yaml").command
@@ -195,7 +204,8 @@ def test_the_preload_library(machine: Machine) -> None:
     [
         (["--name", "123", "--", "true"], "cannot be a name"),
         (["--name", "a/b", "--", "true"], "cannot be a name"),
-        (["--", "docker", "run", "x"], "run gpuckpt inside"),
+        (["--", "sudo", "docker", "run", "x"], "run gpuckpt inside"),
+        (["--keep", "kv_cache", "--", "true"], "vLLM's cache"),
         (["--upstream", "https://x", "--", "true"], "http://"),
         (["--upstream", "http://x", "--adapter", "vllm", "--", "true"], "leave one"),
         (["--upstream", "http://x", "--listen", "x:y", "--", "true"], "--listen"),

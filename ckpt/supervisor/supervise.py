@@ -26,6 +26,7 @@ from gpuckpt.supervisor import adopt, idle, logs, paths, vllm
 from gpuckpt.supervisor.admin import Admin
 from gpuckpt.supervisor.between import Childless
 from gpuckpt.supervisor.budget import Budget
+from gpuckpt.supervisor.cache import Cache
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
 from gpuckpt.supervisor.control import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
@@ -42,7 +43,6 @@ from gpuckpt.supervisor.spill import Spill
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
 from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
-from gpuckpt.words import size
 
 log = logging.getLogger("gpuckpt.run")
 
@@ -221,7 +221,9 @@ class _Supervised:
         self.run.changed.append(lambda state: log.info("%s", state))
         self.run.changed.append(Notifier(self.run).changed)
         self.run.finished.append(_log_outcome)
-        self.run.finished.append(self._log_dropped)
+        self.cache = Cache(self.run.holdings, options.keeps_cache)
+        self.run.changed.append(self.cache.changed)
+        self.run.finished.append(self.cache.finished)
         self.gate: Gate | None = None
         if self.upstream is not None:
             self.gate = Gate(
@@ -289,11 +291,6 @@ class _Supervised:
     def _reserved(self) -> int:
         return follow.ready_bytes(self.child.pid) if "reserve" in self._prepared.changes else 0
 
-    def _log_dropped(self, operation: str, _reason: str, outcome: Report | errors.GpuckptError, _seconds: float) -> None:
-        dropped = self.run.holdings.dropped_bytes
-        if operation == "suspend" and isinstance(outcome, Report) and dropped:
-            log.info("%s of its cache are dropped; --keep kv_cache keeps them, at as much host memory", size(dropped))
-
     async def _obey(self, signals: asyncio.Queue[int]) -> None:
         stops = set()
         while True:
@@ -343,6 +340,7 @@ class _Supervised:
             "last_error": error.as_dict() if error else None,
             "movable_bytes": self.spill.movable_bytes,
             "reserved_bytes": self._reserved(),
+            "cache": self.cache.facts(),
             **self.share.facts(),
         }
 

@@ -116,8 +116,9 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
         words.append("--disable-custom-all-reduce")
         changes["custom-all-reduce"] = "--disable-custom-all-reduce"
     count = math.prod(_size(options, n) for n in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"))
-    if count > 1:
-        _for_several_gpus(words, options, environ, without, added, changes, warnings)
+    unknown = options.has("config") and count == 1  # the file may have several
+    if count > 1 or unknown:
+        _for_several_gpus(words, options, environ, (*without, "fusion") if unknown else without, added, changes, warnings)
     gate = "gate" not in without
     return Prepared(
         tuple(words),
@@ -128,7 +129,7 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
         sleeps=bool(sleep) and dev == "1" and gate,
         hidden=dev == "1",
         gate=gate,
-        gpu_count=count,
+        gpu_count=None if unknown else count,
         warnings=tuple(warnings),
         changes=changes,
     )
