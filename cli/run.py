@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import Duration, Size, execute, fail, finish, json_option, warn
 from gpuckpt.cli.reserve import reserve_option, words_of
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
@@ -219,7 +220,7 @@ def run(
 
 
 @click.command()
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=completing.names)
 @click.option(
     "--timeout", "timeout_s", type=Duration(), default="60s", show_default=True, metavar="DURATION", help="Give up after this long."
 )
