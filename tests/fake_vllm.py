@@ -116,7 +116,7 @@ class Server:
         keys = self.options.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
         if keys and request.path != "/health" and request.headers.get("Authorization") not in [f"Bearer {k}" for k in keys]:
             return web.json_response({"error": "Unauthorized"}, status=401)
-        if request.path in self.status:
+        if self.status.get(request.path):
             return web.json_response({"error": {"message": "as asked", "code": "fake"}}, status=int(self.status[request.path]))
         try:
             answer: web.StreamResponse = await handler(request)
@@ -136,6 +136,10 @@ class Server:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if changes := body.get("set"):  # options, from now on
+            self.status.update(changes.pop("status", {}))
+            vars(self.options).update(changes)
+            return web.json_response({})
         held = await self.gpu()
         self.served += 1
         seconds = float(body.get("seconds", 0))

@@ -89,14 +89,25 @@ class Serving:
         found: dict[str, Any] = self.ask("status")["run"]
         return found
 
-    def ask(self, command: str) -> dict[str, Any]:
+    def ask(self, command: str, **options: Any) -> dict[str, Any]:
         """What its control socket answers: quicker than a command of its own."""
         with socket.socket(socket.AF_UNIX) as s:
             s.settimeout(PATIENCE_S)
             s.connect(str(self.stage.runtime / f"{self.name}.sock"))
-            s.sendall(json.dumps({"schema": 1, "command": command}).encode() + b"\n")
+            s.sendall(json.dumps({"schema": 1, "command": command, **options}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(s.makefile("rb").readline())
             return answer
+
+    def order(self, command: str) -> threading.Thread:
+        """Ask for something that takes its time, and go on; the run may end before it answers."""
+
+        def ask() -> None:
+            with contextlib.suppress(OSError, ValueError):
+                self.ask(command)
+
+        made = threading.Thread(target=ask, daemon=True)
+        made.start()
+        return made
 
     @property
     def stderr(self) -> str:
@@ -164,6 +175,10 @@ class Serving:
     def complete_when_it_listens(self, **body: Any) -> Answer:
         eventually(lambda: self.port or self.process.poll() is not None, "the gate listens", PATIENCE_S)
         return self.complete(**body)
+
+    def set(self, **options: Any) -> None:
+        """Of the fake, from now on; ``status`` is path -> status."""
+        assert self.complete(set=options).status == 200
 
     def begin(self, headers: dict[str, str] | None = None, **body: Any) -> Client:
         """A completion, and no waiting for it."""

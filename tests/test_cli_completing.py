@@ -51,9 +51,7 @@ def test_names_and_pids(machine: Machine, runtime: Path) -> None:
     assert offered("stop", "g") == []
 
 
-def test_what_is_suspended_is_offered_too_and_nothing_is_asked(
-    machine: Machine, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_suspended_is_offered_too_and_nothing_is_asked(machine: Machine, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The journal knows it; neither the driver, nor NVML, nor a run is asked."""
     target = machine.target()
     assert machine.gpuckpt("suspend", target.pid).code == 0

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from gpuckpt.model import Call
 from gpuckpt.supervisor.keeper import descendants
-from tests.conftest import COMMAND, eventually
+from tests.conftest import eventually
 from tests.serving import Serving, Stage, stage
 
 __all__ = ["stage"]
@@ -24,20 +23,19 @@ STATES = ["starting", "awake", "draining", "sleeping", "suspending", "suspended"
 
 
 def slow_in(state: str, slow_s: int) -> tuple[str, ...]:
-    option = {"starting": "--slow-load", "sleeping": "--slow-sleep", "waking": "--slow-wake"}.get(state)
+    option = {"starting": "--slow-load", "rehearsing": "--slow-wake", "sleeping": "--slow-sleep", "waking": "--slow-wake"}.get(state)
     return ("--engine", option, f"{slow_s}") if option else ("--engine",)
 
 
 def bring_to(stage: Stage, state: str, *options: str, slow_s: int = 20) -> Serving:
     """A run in *state*, in which it stays for a while."""
-    slow = {
-        "starting": ("--slow-load", f"{slow_s}"),
-        "sleeping": ("--slow-sleep", f"{slow_s}"),
-        "waking": ("--slow-wake", f"{slow_s}"),
-    }.get(state, ())
-    run = stage.run("--drain", "20s", *options, fake=("--engine", *slow))
-    if state == "starting":
+    if state == "rehearsing":
+        options = (*options, "--rehearse")
+    run = stage.run("--drain", "20s", *options, fake=slow_in(state, slow_s))
+    if state in ("starting", "rehearsing"):
         eventually(lambda: run.port, "the gate listens")
+        if state == "rehearsing":
+            eventually(lambda: any(n["path"] == "/wake_up" for n in run.notes("begin")), "it wakes up")
         return run
     run.awake()
     eventually(lambda: len(run_tree(run)) >= 2, "the engine is there")
@@ -47,7 +45,7 @@ def bring_to(stage: Stage, state: str, *options: str, slow_s: int = 20) -> Servi
     if state == "suspending":
         stage.machine.slow(0.5)
     if state not in ("awake",):
-        order = subprocess.Popen([COMMAND, "suspend", "m"], env=stage.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        order = run.order("suspend")
         if state == "draining":
             run.until("draining")
         elif state == "sleeping":
@@ -56,8 +54,7 @@ def bring_to(stage: Stage, state: str, *options: str, slow_s: int = 20) -> Servi
             eventually(lambda: under_way(stage, run, Call.CHECKPOINT), "the checkpoint runs")
         else:
             run.until("suspended")
-            order.wait()
-        stage.machine.commands.append(order)  # type: ignore[arg-type]
+            order.join(20)
     if state in ("resuming", "waking"):
         if state == "resuming":
             stage.machine.slow(0.5)
@@ -104,7 +101,7 @@ def test_kill_9_of_the_supervisor_ends_the_tree(stage: Stage, state: str) -> Non
     run.nothing_left()
 
 
-@pytest.mark.parametrize("state", ["starting", "draining", "sleeping", "waking"])
+@pytest.mark.parametrize("state", ["starting", "rehearsing", "draining", "sleeping", "waking"])
 def test_kill_9_of_the_supervisor_of_a_kept_child(stage: Stage, state: str) -> None:
     """The next one takes it as it is, whatever the server was in the middle of. (The other states: ``test_a_kept_child_is_adopted``.)"""
     run = bring_to(stage, state, "--keep-child", slow_s=1)
@@ -169,8 +166,10 @@ def test_orders_in_every_state(stage: Stage) -> None:
     assert stage.gpuckpt("status", "m", json=False).stdout.startswith("suspended: run m ")
     assert stage.gpuckpt("resume", "m", json=False).stdout.startswith("awake: run m ")
     assert stage.gpuckpt("is-suspended", "m").code == 1
+    run.suspended()
     result = stage.gpuckpt("stop", "m")
-    assert (result.code, run.end()) == (0, 0)
+    assert (result.code, run.end()) == (0, 143), "as it was: it was not restored for that"
+    assert not run.notes("terminated")
     result = stage.gpuckpt("stop", "m")
     assert (result.code, result.error["code"]) == (2, "usage")
     assert stage.gpuckpt("suspend", "m", "1").code == 2
@@ -178,6 +177,7 @@ def test_orders_in_every_state(stage: Stage) -> None:
 
 def test_signals_reach_the_command(stage: Stage) -> None:
     run = stage.run().awake()
+    assert os.getsid(run.child) == run.child != os.getsid(run.process.pid), "a session of its own"
     run.signal(signal.SIGUSR1)
     eventually(lambda: run.notes("usr1"), "it got the signal")
 

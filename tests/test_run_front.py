@@ -1,4 +1,7 @@
-"""Clients that stop half-way: heads without a body, bodies that stall, answers that nobody takes. None keeps a run from going to sleep."""
+"""Clients that stop half-way: heads without a body, bodies that stall, answers that nobody takes. None keeps a run from going to sleep.
+
+Most of it with the gate in this very process, in front of a server of a few lines.
+"""
 
 from __future__ import annotations
 
@@ -190,5 +193,22 @@ def test_who_cannot_come_in_is_told_before_a_body_is_read() -> None:
                 assert (await reader.readline()).split()[1] == status
             front.traffic.fail(errors.RunNotReady("it is being stopped"), for_good=True)
         await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+
+
+@pytest.mark.parametrize(("resume_s", "told"), [(0.0, 10), (0.2, 1), (7.1, 8), (500.0, 120)])
+def test_when_to_come_back_is_what_the_last_resume_took(resume_s: float, told: int) -> None:
+    """Whole seconds, and no longer than OpenAI clients take notice of."""
+
+    async def play() -> None:
+        front = Front()
+        front.traffic.close()
+        front.traffic.hold_s, front.run.resume_s, front.run.state = 0.01, resume_s, RunState.RESUMING
+        async with front.before(swallow) as (reader, writer):
+            writer.write(f"{HEAD}Content-Length: 2\r\n\r\n{{}}".encode())
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower().splitlines()
+        assert head[0].startswith("http/1.1 503 ")
+        assert {f"retry-after: {told}", "x-should-retry: true"} <= set(head)
 
     asyncio.run(asyncio.wait_for(play(), 20))
