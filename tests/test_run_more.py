@@ -70,7 +70,7 @@ def test_the_admin_listener(stage: Stage) -> None:
     token = stage.machine.path / "token"
     token.write_text("secret\n")
     token.chmod(0o600)
-    options = ("--admin", "127.0.0.1:0", "--admin-token-file", str(token))
+    options = ("--admin", "127.0.0.1:0", "--admin-token-file", str(token), "--drain", "100ms")
     run = stage.run(*options, fake=("--sleep-frees", "6")).awake()
     port = int(next(x for x in run.stderr.splitlines() if "admin listener on" in x).rpartition(":")[2])
 
@@ -93,6 +93,11 @@ def test_the_admin_listener(stage: Stage) -> None:
     assert "6.0 GiB of its cache are dropped; --keep kv_cache keeps them" in run.stderr
     assert ask("POST", "/wake_up") == (200, None)
     assert run.complete(id=1).status == 200
+    client = run.begin(seconds=1.0)
+    eventually(lambda: run.facts["requests_running"], "it runs")
+    status, refused = ask("POST", "/sleep")
+    assert (status, refused["error"]["code"]) == (503, "still-serving"), "a request is never cut for it"  # type: ignore[index]
+    assert client.result().status == 200
     assert ask("POST", "/collective_rpc")[0] == 404
     assert run.get("/is_sleeping").status == 404, "not on the gate"
 

@@ -43,7 +43,7 @@ def bring_to(stage: Stage, state: str, *options: str, slow_s: int = 20) -> Servi
         run.begin(seconds=20)
         eventually(lambda: run.facts["requests_running"] == 1, "a request runs")
     if state == "suspending":
-        stage.machine.slow(0.5)
+        stage.machine.slow(0.25)
     if state not in ("awake",):
         order = run.order("suspend")
         if state == "draining":
@@ -57,7 +57,7 @@ def bring_to(stage: Stage, state: str, *options: str, slow_s: int = 20) -> Servi
             order.join(20)
     if state in ("resuming", "waking"):
         if state == "resuming":
-            stage.machine.slow(0.5)
+            stage.machine.slow(0.25)
         run.begin(id=1)
         run.until("resuming")
         if state == "resuming":

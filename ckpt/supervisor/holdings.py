@@ -10,11 +10,11 @@ from collections.abc import Collection
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
-from gpuckpt.keeping import RAM
 from gpuckpt.model import Report
 from gpuckpt.supervisor.budget import HINT, Budget
 from gpuckpt.supervisor.model import Server
 from gpuckpt.supervisor.operate import Worker, dismiss, held_bytes, ready
+from gpuckpt.words import RAM
 
 log = logging.getLogger("gpuckpt.run")
 

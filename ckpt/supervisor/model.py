@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpuckpt.keeping import RAM
+from gpuckpt.words import RAM
 
 #: How long a listener that closes waits for clients that take their answer slowly, or never send the rest of what they ask, in seconds.
 CLOSING_S = 1.0

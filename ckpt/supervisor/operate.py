@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
-from gpuckpt.keeping import RAM
 from gpuckpt.model import GpuReport, Hazard, ProcessReport, Report, Step
+from gpuckpt.words import RAM
 
 if TYPE_CHECKING:
     from gpuckpt.early import Start
