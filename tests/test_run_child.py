@@ -247,12 +247,12 @@ def test_who_holds_the_card_is_named_with_its_run(stage: Stage) -> None:
     """Case 40, llm-d-fast-model-actuation#720: memory of a dead instance stayed, and nothing said whose it was. Nothing is ended for it."""
     run = stage.run("--keep-child", name="other", fake=("--gib", "70")).awake()
     child = run.child
-    assert stage.gpuckpt("suspend", "other").code == 0
+    run.suspended()
     away = stage.run("--hold", "300ms", name="m", fake=("--gib", "70")).awake().suspended()
-    assert stage.gpuckpt("resume", "other").code == 0
+    assert run.ask("resume")["ok"]
     run.process.kill()
     run.process.wait()
-    error = stage.gpuckpt("resume", "m").error
+    error = away.ask("resume")["error"]
     assert error["code"] == "gpu-memory"
     assert f"pid {child} (" in error["message"]
     assert "run other), started " in error["message"]

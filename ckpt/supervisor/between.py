@@ -63,7 +63,7 @@ class Childless:
             tell()
             told = asyncio.ensure_future(self.told_to_end(every_s))
             await asyncio.wait({task, told}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
+            if not told.done():
                 told.cancel()
                 await asyncio.gather(told, return_exceptions=True)
                 return task.result()
