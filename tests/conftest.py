@@ -371,7 +371,9 @@ def nccl_run(nccl_fakes: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C reaches the commands under test, also where a shell put the tests into its background and so ignores it."""
+    """Ctrl-C reaches the commands under test, also where a shell put the tests into its background and so ignores it. Hundreds of them are
+    started: where the package is not compiled yet, the first one does it for all."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -18,7 +18,7 @@ import pytest
 
 from gpuckpt.model import State
 from tests.conftest import COMMAND, eventually
-from tests.serving import Serving, Stage, alive, make_stage, stage
+from tests.serving import PATIENCE_S, Serving, Stage, alive, make_stage, stage
 
 __all__ = ["stage"]
 
@@ -29,70 +29,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     made = make_stage(tmp_path_factory.mktemp("plain"))
     yield next(made).run().awake()
     next(made, None)
-
-
-def test_keep_child(stage: Stage) -> None:
-    run = stage.run("--keep-child").awake()
-    child = run.child
-    run.process.kill()
-    run.process.wait()
-    result = stage.gpuckpt("status", "m")
-    assert (result.code, result.error["code"]) == (2, "usage")
-    assert f"its child, pid {child}" in result.error["message"]
-    result = stage.gpuckpt("recover")
-    assert f"its child, pid {child}" in result.document["warnings"][0]
-    assert "the same gpuckpt run --name m adopts it" in result.document["warnings"][0]
-    for command in ("suspend", "resume"):
-        assert stage.gpuckpt(command, str(child)).code == 0
-    assert alive(child)
-    second = stage.run(fake=("--golden", "another"))
-    assert second.end() == 125
-    assert "[name-taken]" in second.stderr
-    assert str(child) in second.stderr
-
-
-def test_a_kept_child_is_adopted(stage: Stage) -> None:
-    """An upgrade of gpuckpt costs no cold start, whatever it was doing when the last one died."""
-    stage.machine.slow(0.05)
-    run = stage.run("--keep-child", fake=("--sleep-frees", "6")).awake()
-    child = run.child
-    for state in ("awake", "suspended by pid", "suspended", "suspending", "resuming"):
-        if state in ("suspended", "resuming"):
-            run.suspended()
-        if state in ("suspending", "resuming"):
-            words = [COMMAND, {"suspending": "suspend", "resuming": "resume"}[state], "m"]
-            order = subprocess.Popen(words, env=stage.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            stage.machine.commands.append(order)  # type: ignore[arg-type]
-            run.until(state)
-        run.process.kill()
-        run.process.wait()
-        if state == "suspended by pid":
-            assert stage.gpuckpt("suspend", str(child)).code == 0
-        run = stage.run("--keep-child", fake=("--sleep-frees", "6"))
-        assert run.complete_when_it_listens(id=state).status == 200, (state, run.stderr)
-        assert f"adopted pid {child}" in run.stderr
-        assert len(run.notes("ready")) == 1, "no other was started"
-    assert not run.notes("computed asleep")
-    run.suspended()
-    assert stage.machine.used() == 0
-    run.signal(signal.SIGTERM)
-    assert run.end() == 143
-    eventually(lambda: not alive(child), "it ended")
-    assert list(stage.runtime.glob("m.*")) == [stage.runtime / "m.lock"]
-
-
-def test_an_adoption_that_fails_leaves_the_child_alone(stage: Stage) -> None:
-    run = stage.run("--keep-child", "--listen", "0").awake()
-    child = run.child
-    run.process.kill()
-    run.process.wait()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        s.listen()
-        failed = stage.run("--keep-child", "--listen", str(s.getsockname()[1]))
-        assert failed.end() == 125
-    assert alive(child)
-    assert stage.run("--listen", "0").complete_when_it_listens(id=1).status == 200
 
 
 def test_the_same_name_at_once_after_kill_9(stage: Stage) -> None:
@@ -188,6 +124,54 @@ def test_another_user_is_not_answered(plain: Serving) -> None:
     )
     assert json.loads(done.stdout)["error"]["code"] == "permission", done
     assert plain.facts["state"] == "awake"
+
+
+def test_signals_reach_the_command(plain: Serving) -> None:
+    assert os.getsid(plain.child) == plain.child != os.getsid(plain.process.pid), "a session of its own"
+    plain.signal(signal.SIGUSR1)
+    eventually(lambda: plain.notes("usr1"), "it got the signal")
+
+
+def test_a_supervisor_that_is_stopped_is_named(plain: Serving) -> None:
+    run = plain
+    assert run.complete(id=1).status == 200
+    os.kill(run.process.pid, signal.SIGSTOP)
+    try:
+        result = run.stage.gpuckpt("suspend", "m", "--timeout", "300ms")
+        assert (result.code, result.error["code"], result.error["pid"]) == (124, "deadline", run.process.pid)
+        assert f"its supervisor (pid {run.process.pid}) is stopped" in result.error["message"]
+        assert result.error["hint"] == f"kill -CONT {run.process.pid}"
+    finally:
+        os.kill(run.process.pid, signal.SIGCONT)
+    run.until("suspended")
+
+
+def test_a_control_request_that_makes_no_sense_touches_nothing(plain: Serving) -> None:
+    assert plain.complete(id=1).status == 200
+    drained = plain.stderr.count(": draining\n")
+    told: list[object] = [
+        *({"command": "suspend", "drain_s": d} for d in ("abc", -1, True, [], float("nan"), float("inf"), 1e300)),
+        *({"command": c} for c in (["suspend"], {}, None, 1, "sleep")),
+        *([], 1, "suspend", None, {}, {"command": "suspend", "schema": 2}),
+        *({"command": "give-way", **w} for w in ({}, {"within_s": "soon"}, {"within_s": None})),
+        {"command": "hold"},
+        {"command": "hold", "gpus": None, "by": "x"},
+        {"command": "hold", "gpus": "GPU-0", "by": "x", "within_s": 1},
+        {"command": "hold", "gpus": [1], "by": "x", "within_s": 1},
+        {"command": "hold", "gpus": None, "by": 1, "within_s": 1},
+        {"command": "to-disk"},
+    ]
+    lines = [json.dumps({"schema": 1, **t} if isinstance(t, dict) else t) for t in told]
+    for line in (*lines, "[" * 100_000):
+        with socket.socket(socket.AF_UNIX) as s:
+            s.settimeout(PATIENCE_S)
+            s.connect(str(plain.stage.runtime / "m.sock"))
+            s.sendall(line.encode() + b"\n")
+            answer = json.loads(s.makefile("rb").readline())
+        assert answer["error"]["code"] == "usage", (line[:100], answer)
+    assert plain.facts["state"] == "awake"
+    assert plain.stderr.count(": draining\n") == drained
+    assert plain.suspended().complete(id=1).status == 200
 
 
 def test_the_child_dies_while_suspended(stage: Stage) -> None:

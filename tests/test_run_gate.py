@@ -314,30 +314,27 @@ def test_health_is_about_serving_and_awake_about_the_gpu(stage: Stage) -> None:
     assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 503]
 
 
-def test_keys(stage: Stage) -> None:
-    """Case 14: mostlygeek/llama-swap#50, #1051"""
-    run = stage.run("--max-waiting", "1", fake=("--api-key", "secret", "other")).awake().suspended()
+def test_keys_and_a_hold_that_is_too_short(stage: Stage) -> None:
+    """Case 14: mostlygeek/llama-swap#50, #1051. Case 13: mostlygeek/llama-swap#225, kedacore/http-add-on#1592"""
+    key = {"Authorization": "Bearer other"}
+    options = ("--hold", "300ms", "--max-waiting", "1")
+    run = stage.run(*options, fake=("--slow-wake", "1.5", "--api-key", "secret", "other")).awake().suspended()
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer"}):
         assert run.complete(headers).status == 401
         assert run.request("POST", "/invocations", {}, headers).status == 401
         assert run.request("GET", "/v1/models", headers=headers).status == 401
-    assert run.state == "suspended"
     assert run.facts["requests_waiting"] == 0
-    assert run.complete({"Authorization": "Bearer other"}).status == 200
-
-
-def test_a_hold_that_is_too_short_says_when_to_come_back(stage: Stage) -> None:
-    """Case 13: mostlygeek/llama-swap#225, kedacore/http-add-on#1592"""
-    run = stage.run("--hold", "300ms", fake=("--slow-wake", "1.5")).awake().suspended()
-    answer = run.complete(id=1)
+    assert run.state == "suspended"
+    answer = run.complete(key, id=1)
     assert answer.status == 503
     assert 1 <= int(answer.headers["retry-after"]) <= 120
     assert answer.headers["x-should-retry"] == "true"
     assert set(answer.error) == {"message", "type", "param", "code"}
     run.until("awake")
-    assert not [n for n in run.notes("begin") if n["path"] == "/v1/completions"], "it was not executed"
-    assert run.complete(id=2).status == 200
-    seconds = int(run.suspended().complete(id=3).headers["retry-after"])
+    asked = [n for n in run.notes("begin") if n["path"] in ("/v1/completions", "/invocations")]
+    assert not asked, "none of them was executed"
+    assert run.complete(key, id=2).status == 200
+    seconds = int(run.suspended().complete(key, id=3).headers["retry-after"])
     assert 2 <= seconds < 10, "what the last one took"
 
 

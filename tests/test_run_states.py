@@ -78,9 +78,17 @@ def under_way(stage: Stage, run: Serving, call: Call) -> bool:
 
 @pytest.mark.parametrize("state", STATES)
 def test_sigterm_in_each_state_leaves_nothing(stage: Stage, state: str) -> None:
+    """Held requests are told why."""
     run = bring_to(stage, state)
     run_tree(run)
+    held = run.begin(id=2) if state == "waking" else None
+    if held is not None:
+        eventually(lambda: run.facts["requests_waiting"] == 2, "it waits")
+        assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 503], "it can serve, and is not awake"
     run.signal(signal.SIGTERM)
+    if held is not None:
+        answer = held.result()
+        assert (answer.status, answer.error["code"]) == (503, "run-not-ready")
     code = run.end()
     assert code in (0, 143), run.stderr
     if state in ("awake", "draining", "sleeping"):
@@ -112,7 +120,8 @@ def test_kill_9_of_the_supervisor_of_a_kept_child(stage: Stage, state: str) -> N
     assert second.complete_when_it_listens(id=1).status == 200, second.stderr
     assert "adopted pid" in second.stderr
     assert len(second.notes("ready")) == 1, "no other was started"
-    assert second.suspended().complete(id=2).status == 200
+    if state in ("rehearsing", "waking"):
+        assert second.suspended().complete(id=2).status == 200
     assert not second.notes("computed asleep")
     run_tree(second)
     second.signal(signal.SIGTERM)
@@ -126,17 +135,6 @@ def test_kill_9_of_the_keeper_ends_the_run(stage: Stage) -> None:
     os.kill(keeper, signal.SIGKILL)
     assert run.end() == 137
     run.nothing_left()
-
-
-def test_sigterm_while_requests_are_held(stage: Stage) -> None:
-    run = bring_to(stage, "waking")
-    client = run.begin(id=2)
-    eventually(lambda: run.facts["requests_waiting"] >= 1, "it waits")
-    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 503], "it can serve, and is not awake"
-    run.signal(signal.SIGTERM)
-    answer = client.result()
-    assert (answer.status, answer.error["code"]) == (503, "run-not-ready")
-    assert run.end() in (0, 143)
 
 
 def test_requests_at_every_moment_of_a_suspend_and_resume(stage: Stage) -> None:
@@ -175,13 +173,6 @@ def test_orders_in_every_state(stage: Stage) -> None:
     assert stage.gpuckpt("suspend", "m", "1").code == 2
 
 
-def test_signals_reach_the_command(stage: Stage) -> None:
-    run = stage.run().awake()
-    assert os.getsid(run.child) == run.child != os.getsid(run.process.pid), "a session of its own"
-    run.signal(signal.SIGUSR1)
-    eventually(lambda: run.notes("usr1"), "it got the signal")
-
-
 def test_a_second_sigterm_does_not_wait(stage: Stage) -> None:
     run = stage.run("--grace", "60s", fake=("--stubborn",)).awake()
     run.signal(signal.SIGTERM)
@@ -202,21 +193,8 @@ def test_slow_clients_do_not_keep_the_end(stage: Stage, told: str) -> None:
         silent.connect(str(stage.runtime / "m.sock"))
         eventually(lambda: any(n["path"] == "/v1/completions" for n in run.notes("begin")), "it is being answered")
         if told == "stop":
-            assert stage.gpuckpt("stop", "m").code == 0
+            assert run.ask("stop")["ok"]
         else:
             run.signal(signal.SIGTERM)
         run.process.wait(15)
     run.nothing_left()
-
-
-def test_a_supervisor_that_is_stopped_is_named(stage: Stage) -> None:
-    run = stage.run().awake()
-    os.kill(run.process.pid, signal.SIGSTOP)
-    try:
-        result = stage.gpuckpt("suspend", "m", "--timeout", "300ms")
-        assert (result.code, result.error["code"], result.error["pid"]) == (124, "deadline", run.process.pid)
-        assert f"its supervisor (pid {run.process.pid}) is stopped" in result.error["message"]
-        assert result.error["hint"] == f"kill -CONT {run.process.pid}"
-    finally:
-        os.kill(run.process.pid, signal.SIGCONT)
-    run.until("suspended")

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import eventually
-from tests.serving import Serving, Stage, free_port, make_stage, stage, stage2
-
-__all__ = ["stage", "stage2"]
+from tests.serving import Serving, Stage, free_port, make_stage
 
 
 def upstream(place: Stage, *options: str, name: str = "m", fake: tuple[str, ...] = ()) -> Serving:
@@ -49,8 +47,8 @@ def test_a_worker_that_dies_ends_the_run_or_starts_it_again(place: Stage) -> Non
 
 def test_whoever_meant_to_end_or_was_replaced_is_not_missed(place: Stage) -> None:
     run = upstream(place, "--no-rehearse")
-    os.kill(run.child, signal.SIGUSR1)
     first = worker(run)
+    os.kill(run.child, signal.SIGUSR1)
     eventually(lambda: f"pid {first}, a CUDA process of the server, ended with 0" in run.stderr, "it has ended")
     run.signal(signal.SIGTERM)
     run.end()
@@ -64,11 +62,3 @@ def test_whoever_meant_to_end_or_was_replaced_is_not_missed(place: Stage) -> Non
     assert f"in the place of pid {first} the server has started pid {another['pid']}" in run.stderr
     assert run.complete(id=1).status == 200
     run.close()
-
-
-def test_several_processes_are_rehearsed_though_no_option_tells_of_them(stage2: Stage) -> None:
-    """As where a file of options has the tensor parallel size."""
-    run = stage2.run(FAKE_RANKS="2", GPUCKPT_AGENT="1").awake()
-    assert "rehearsed in" in run.stderr
-    assert len(run.notes("sleep")) == len(run.notes("woken")) == 1
-    assert not run.became("suspending"), "before it was ready"

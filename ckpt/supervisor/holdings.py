@@ -11,8 +11,8 @@ from collections.abc import Collection
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
 from gpuckpt.model import Report
-from gpuckpt.supervisor.budget import HINT, Budget
-from gpuckpt.supervisor.model import Server
+from gpuckpt.supervisor.budget import Budget
+from gpuckpt.supervisor.model import HOST_MEMORY_HINT, Server
 from gpuckpt.supervisor.operate import Worker, dismiss, held_bytes, ready
 from gpuckpt.words import RAM
 
@@ -96,8 +96,8 @@ class Holdings:
                 report = dataclasses.replace(e.report, ok=True, error=None, warnings=(*e.report.warnings, e.message))
             except GpuckptError as e:
                 self.host_bytes = self.host_bytes if self.down else 0
-                if isinstance(e, errors.HostMemory) and not e.hint.endswith(HINT):
-                    e.hint = f"{e.hint}; or {HINT}"
+                if isinstance(e, errors.HostMemory) and not e.hint.endswith(HOST_MEMORY_HINT):
+                    e.hint = f"{e.hint}; or {HOST_MEMORY_HINT}"
                 raise
         self._asleep(report)
         self.dropped_bytes = max(0, sum(self.asleep_bytes.values()) - self._slept_bytes)

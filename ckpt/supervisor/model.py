@@ -8,6 +8,8 @@ from typing import Protocol
 
 from gpuckpt.words import RAM
 
+#: What to do where runs leave no host memory to each other.
+HOST_MEMORY_HINT = "resume or stop one of them, give a larger --host-budget, or start them with --keep-in ram,DIR"
 #: How long a listener that closes waits for clients that take their answer slowly, or never send the rest of what they ask, in seconds.
 CLOSING_S = 1.0
 
