@@ -145,7 +145,6 @@ def run(
         from gpuckpt.supervisor.supervise import Options
     except ImportError as e:
         fail_to_run(as_json, errors.Usage(f"{e.name} is not installed, and a run needs it", hint="pip install 'gpuckpt[serve]'"))
-    from gpuckpt import follow
     from gpuckpt.supervisor import adopt, clients, places, vllm
     from gpuckpt.supervisor.admin import read_token
     from gpuckpt.supervisor.model import Policy
@@ -212,6 +211,8 @@ def run(
         with places.Place(called) as place:
             prepared, options = prepare(str(place.upstream))
             if "reserve" in prepared.changes and (reserve or kind != "vllm"):
+                from gpuckpt import follow
+
                 follow.start(reserve or None)
             code = _supervise(prepared, options, place, log_format)
     except errors.GpuckptError as e:

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from gpuckpt import errors, follow
+from gpuckpt import errors
 from gpuckpt.image import paths as image_paths
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
@@ -289,7 +289,11 @@ class _Supervised:
             await self.upstream.close()
 
     def _reserved(self) -> int:
-        return follow.ready_bytes(self.child.pid) if "reserve" in self._prepared.changes else 0
+        if "reserve" not in self._prepared.changes:
+            return 0
+        from gpuckpt import follow
+
+        return follow.ready_bytes(self.child.pid)
 
     async def _obey(self, signals: asyncio.Queue[int]) -> None:
         stops = set()
