@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from gpuckpt.supervisor.keeper import descendants
+from tests import zygote
 from tests.conftest import COMMAND, Machine, Result, eventually, make_machine
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py")), "serve", "model"]
@@ -79,7 +80,7 @@ class Serving:
         kind = () if "--upstream" in options else ("--adapter", "vllm")
         words = [COMMAND, "run", *kind, "--name", name, *options, "--", *command]
         with open(self.stderr_path, "w") as stderr:
-            self.process = subprocess.Popen(words, env={**stage.environ, **environ}, stdin=subprocess.DEVNULL, stderr=stderr)
+            self.process = zygote.Popen(words, env={**stage.environ, **environ}, stdin=subprocess.DEVNULL, stderr=stderr)
         self.tree: list[int] = []
         self._asked = 0.0
 

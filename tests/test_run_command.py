@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from gpuckpt import errors
 from gpuckpt.image import preload
 from gpuckpt.supervisor import paths, places, vllm
 from gpuckpt.supervisor.traffic import Expired, Full, Traffic, Unavailable
+from tests.conftest import COMMAND
 
 if TYPE_CHECKING:
     from tests.conftest import Machine
@@ -180,8 +182,9 @@ def test_the_dry_run_starts_nothing(machine: Machine) -> None:
 
 def test_what_a_run_needs_and_is_not_installed(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "aiohttp.py").write_text("raise ModuleNotFoundError(name='aiohttp')")
-    result = machine.gpuckpt("run", "--", "true", json=False, PYTHONPATH=str(tmp_path))
-    assert result.code == 125
+    environ = {**machine.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([COMMAND, "run", "--", "true"], env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 125
     assert "aiohttp is not installed, and a run needs it\n  try: pip install 'gpuckpt[serve]'" in result.stderr
 
 

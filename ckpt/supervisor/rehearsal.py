@@ -67,8 +67,8 @@ class Rehearsal:
             await asyncio.wait_for(self._holdings.look(), LOOK_S)
         except TimeoutError:
             log.warning("what it holds on its GPUs is not known: no answer within %g s", LOOK_S)
-        except errors.NoCudaState:
-            pass
+        except (errors.NoCudaState, errors.NoSuchProcess):
+            pass  # not yet, or not any more
         except Exception as e:
             if (error := known(e)).exit_code in (130, 143):
                 raise
