@@ -212,7 +212,8 @@ class Machine:
 
     def begin(self, *arguments: str | int, json: bool = True, prefix: tuple[str, ...] = (), **environ: str) -> Running:
         words = [*prefix, COMMAND, *map(str, arguments), *(["--json"] if json else [])]
-        process = (subprocess.Popen if prefix else zygote.Popen)(
+        starts = prefix or any(name.startswith(("LD_", "PYTHON")) for name in environ)  # the loader and Python read these once
+        process = (subprocess.Popen if starts else zygote.Popen)(
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
