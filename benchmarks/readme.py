@@ -178,7 +178,12 @@ def comparison() -> str:
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "comparison": comparison, "tested": tested},
-    "docs/driver-path.md": {"copies": tables.copies, "side-by-side": tables.side_by_side, "reserve": tables.reserve, "preload-cost": tables.preload_cost},
+    "docs/driver-path.md": {
+        "copies": tables.copies,
+        "side-by-side": tables.side_by_side,
+        "reserve": tables.reserve,
+        "preload-cost": tables.preload_cost,
+    },
     "docs/figures.md": {"figures": tables.figures},
     "docs/how-it-works.md": {"added": tables.added, "growth": tables.growth, "killed": tables.killed},
     "docs/multi-gpu.md": {"tensor-parallel": tables_ranks.tensor_parallel, "awake-cost": tables_ranks.awake_cost},

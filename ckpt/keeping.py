@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuckpt import claims, errors, plan
+from gpuckpt import claims, errors, plan, words
 from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
 from gpuckpt.image import paths
@@ -26,7 +26,7 @@ from gpuckpt.model import Call, GpuProcess, Outcome, ProcessId, State
 from gpuckpt.walk import Failure, Walk
 from gpuckpt.words import size
 
-RAM = "ram"
+RAM = words.RAM
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ def duration(seconds: float) -> str:
 BY_POOL = "suspended (pool)"
 #: A process that was taken along by a suspend: it stands at its safe point until the resume.
 HELD = "held"
+#: Where an image is kept that is not kept in a directory: what ``--keep-in`` calls host memory.
+RAM = "ram"
 
 
 def word(state: State, *, by_pool: bool = False) -> str:

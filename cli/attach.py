@@ -8,13 +8,14 @@ import signal
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import Duration, ask_run, fail, finish, json_option, print_json
 
 _LOOK_S = 1.0
 
 
 @click.command()
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=completing.names)
 @click.option(
     "--timeout", "timeout_s", type=Duration(), default="2m", show_default=True, metavar="DURATION", help="For the resume, and the suspend."
 )

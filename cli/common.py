@@ -33,7 +33,16 @@ ONLY_OF: dict[str, dict[str, Any]] = {
     "doctor": {"checks": []},
     "env": {"environment": {}},
     "explain": {"failures": []},
-    "run": {"dry_run": False, "name": None, "adapter": None, "command_line": None, "environment": None, "changes": None, "listen": None},
+    "run": {
+        "dry_run": False,
+        "name": None,
+        "adapter": None,
+        "command_line": None,
+        "environment": None,
+        "changes": None,
+        "listen": None,
+        "keep": None,
+    },
     "stop": {},
     "reserve": {},
     "lease": {},
@@ -154,6 +163,8 @@ def show_run(report: Report) -> None:
         f"{r['state']}: run {r['name']} (pid {r['child_pid']}, supervisor {r['supervisor_pid']}) for {r['state_seconds']:.0f} s, "
         f"{r['requests_running']} requests running, {r['requests_waiting']} waiting{where}"
     )
+    if r.get("cache") and r["state"] == "suspended":
+        click.echo(f"  {r['cache']['words']}")
     if r.get("held_by"):
         click.echo(f"  kept off its GPU: {r['held_by']}")
     if r["last_error"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.cli.rendezvous import rendezvous_options
@@ -14,7 +15,7 @@ from gpuckpt.words import size
 
 
 @click.command()
-@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...", shell_complete=completing.targets)
 @click.option(
     "--gpu",
     "gpus",

@@ -6,11 +6,12 @@ import dataclasses
 import logging
 import os
 import shlex
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import Duration, Size, execute, fail, finish, json_option, warn
 from gpuckpt.cli.reserve import reserve_option, words_of
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
@@ -144,8 +145,7 @@ def run(
         from gpuckpt.supervisor.supervise import Options
     except ImportError as e:
         fail_to_run(as_json, errors.Usage(f"{e.name} is not installed, and a run needs it", hint="pip install 'gpuckpt[serve]'"))
-    from gpuckpt import follow
-    from gpuckpt.supervisor import adopt, places, vllm
+    from gpuckpt.supervisor import adopt, clients, places, vllm
     from gpuckpt.supervisor.admin import read_token
     from gpuckpt.supervisor.model import Policy
     from gpuckpt.supervisor.share import Sharing
@@ -154,10 +154,12 @@ def run(
         called = name or places.name_for(list(command))
         if not places.is_name(called):
             raise errors.Usage(f"{called!r} cannot be a name: letters, digits, '.', '_', '-', at most 32, not all digits")
-        vllm.refuse_container(command)
+        clients.refuse(command)
         kind = _adapter(adapter, upstream, command)
         if bool(admin) != bool(admin_token_file):
             raise errors.Usage("--admin and --admin-token-file belong together")
+        if keep and kind != "vllm":
+            raise errors.Usage(f"--keep {keep} is about vLLM's cache, and this command is not vLLM's", hint="--adapter vllm, if it is")
         if probe and (kind != "vllm" or "gate" in without):
             raise errors.Usage("--probe asks vLLM through the gate; this command has none")
 
@@ -171,7 +173,7 @@ def run(
                 prepared = dataclasses.replace(
                     prepared, warnings=(*prepared.warnings, "--reserve does nothing without the preload library")
                 )
-            rehearsed = rehearse if rehearse is not None else kind == "vllm" and (prepared.gpu_count or 1) > 1
+            rehearsed = rehearse if rehearse is not None or prepared.gate else False  # without a gate nobody knows when it is ready
             first, later = ("ram", keep_in[4:]) if keep_in.startswith("ram,") else (keep_in, "")
             method = "driver" if keep else "auto"  # its own allocator would drop the cache
             policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe, first, later, method)
@@ -209,6 +211,8 @@ def run(
         with places.Place(called) as place:
             prepared, options = prepare(str(place.upstream))
             if "reserve" in prepared.changes and (reserve or kind != "vllm"):
+                from gpuckpt import follow
+
                 follow.start(reserve or None)
             code = _supervise(prepared, options, place, log_format)
     except errors.GpuckptError as e:
@@ -217,7 +221,7 @@ def run(
 
 
 @click.command()
-@click.argument("name", metavar="NAME")
+@click.argument("name", metavar="NAME", shell_complete=completing.names)
 @click.option(
     "--timeout", "timeout_s", type=Duration(), default="60s", show_default=True, metavar="DURATION", help="Give up after this long."
 )
@@ -310,7 +314,9 @@ def _check_place(directory: str, prepared: vllm.Prepared) -> None:
 
 
 def _plan(prepared: vllm.Prepared, options: Options) -> Report:
-    details = {
+    from gpuckpt.supervisor import cache
+
+    details: dict[str, Any] = {
         "dry_run": True,
         "name": options.name,
         "adapter": options.adapter,
@@ -318,7 +324,10 @@ def _plan(prepared: vllm.Prepared, options: Options) -> Report:
         "environment": prepared.environ,
         "changes": prepared.changes,
         "listen": "{}:{}".format(*options.listen) if prepared.gate else None,
+        "keep": None,
     }
+    if options.keeps_cache:
+        details["keep"] = cache.foreseen({**os.environ, **prepared.environ}, prepared.gpu_count, options.policy.timeout_s)
     return Report("run", True, bool(os.environ.get("GPUCKPT_SIMULATE")), warnings=prepared.warnings, details=details)
 
 
@@ -329,4 +338,6 @@ def _show_plan(report: Report) -> None:
     click.echo(shlex.join(d["command_line"]))
     for name, what in d["changes"].items():
         click.echo(f"  {name}: {what}  (leave out with --without {name})")
+    if d["keep"]:
+        click.echo(f"  keep kv_cache: {d['keep']['words']}")
     click.echo(f"name {d['name']}, adapter {d['adapter']}, " + (f"gate on {d['listen']}" if d["listen"] else "no gate"))

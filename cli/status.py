@@ -7,6 +7,7 @@ import time
 
 import click
 
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import ask_run, execute, fail, finish, is_run, json_option, look_timeout_option, pids, print_json, show_run
 from gpuckpt.cli.ps import as_report
 from gpuckpt.errors import GpuckptError
@@ -15,7 +16,7 @@ from gpuckpt.words import duration, size
 
 
 @click.command()
-@click.argument("targets", nargs=-1, metavar="[TARGET]...")
+@click.argument("targets", nargs=-1, metavar="[TARGET]...", shell_complete=completing.targets)
 @look_timeout_option
 @json_option
 def status(targets: tuple[str, ...], timeout_s: float, as_json: bool) -> None:
@@ -54,7 +55,7 @@ def show(report: Report) -> None:
 
 
 @click.command("is-suspended")
-@click.argument("target", metavar="TARGET")
+@click.argument("target", metavar="TARGET", shell_complete=completing.targets)
 @look_timeout_option
 @json_option
 def is_suspended(target: str, timeout_s: float, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.cli.rendezvous import rendezvous_options
@@ -15,7 +16,7 @@ from gpuckpt.words import BY_POOL, HELD, size
 
 
 @click.command()
-@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...", shell_complete=completing.targets)
 @click.option("--no-tree", is_flag=True, help="Only the processes named, not those that belong to them; the same hazards hold.")
 @click.option("--dry-run", is_flag=True, help="Print the plan: order, pids, GPUs, bytes, hazards. Touches nothing.")
 @click.option(

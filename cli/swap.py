@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids
 from gpuckpt.model import Report
 
 
 @click.command()
-@click.argument("out", metavar="OUT")
-@click.argument("in_", metavar="IN")
+@click.argument("out", metavar="OUT", shell_complete=completing.targets)
+@click.argument("in_", metavar="IN", shell_complete=completing.targets)
 @click.option("--timeout", "timeout_s", type=Duration(), default="2m", show_default=True, metavar="DURATION", help="For each of the two.")
 @json_option
 def swap(out: str, in_: str, timeout_s: float, as_json: bool) -> None:

@@ -212,7 +212,8 @@ class Machine:
 
     def begin(self, *arguments: str | int, json: bool = True, prefix: tuple[str, ...] = (), **environ: str) -> Running:
         words = [*prefix, COMMAND, *map(str, arguments), *(["--json"] if json else [])]
-        process = (subprocess.Popen if prefix else zygote.Popen)(
+        starts = prefix or any(name.startswith(("LD_", "PYTHON")) for name in environ)  # the loader and Python read these once
+        process = (subprocess.Popen if starts else zygote.Popen)(
             words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -371,7 +372,9 @@ def nccl_run(nccl_fakes: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C reaches the commands under test, also where a shell put the tests into its background and so ignores it."""
+    """Ctrl-C reaches the commands under test, also where a shell put the tests into its background and so ignores it. Hundreds of them are
+    started: where the package is not compiled yet, the first one does it for all."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -44,19 +44,40 @@ class Server:
         self.served = 0
         self.status = dict(s.split("=") for s in options.status)
         self.gate = asyncio.Semaphore(options.at_once)
-        self.workers = [self._worker(rank) for rank in range(options.tensor_parallel_size if options.tensor_parallel_size > 1 else 0)]
+        ranks = int(os.environ.get("FAKE_RANKS", options.tensor_parallel_size))  # as a file of options would say
+        self.workers = [self._worker(rank, ranks) for rank in range(ranks if ranks > 1 else 0)]
         self.gpu_pids = [w.pid for w in self.workers] or [os.getpid()]
+        self.helpers: list[subprocess.Popen[bytes]] = []
         self.asked = threading.Lock()
         self.engine = asyncio.Lock()  # it does one thing after the other, whoever waits for it
 
-    def _worker(self, rank: int) -> subprocess.Popen[str]:
+    def _worker(self, rank: int, ranks: int) -> subprocess.Popen[str]:
         words = [f"VLLM::Worker_TP{rank}", "-c", SIMTARGET, "--gpu", str(rank), "--gib", str(self.options.gib), "--nccl-socket"]
         if os.environ.get("GPUCKPT_AGENT") == "1":
-            words += ["--agent", "tp", str(rank), str(self.options.tensor_parallel_size)]
+            words += ["--agent", "tp", str(rank), str(ranks)]
         made = subprocess.Popen(words, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert made.stdout is not None
         made.stdout.readline()
         return made
+
+    def helper(self, *words: str) -> subprocess.Popen[bytes]:
+        """Another process with GPU memory, which it has when this returns."""
+        made = subprocess.Popen([sys.executable, "-c", SIMTARGET, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert made.stdout is not None
+        made.stdout.readline()
+        self.helpers.append(made)
+        return made
+
+    def usr1(self) -> None:
+        """Its helpers, asked to end, do so with 0; in the place of one that was killed another is started."""
+        self.note("usr1")
+        for each in list(self.helpers):
+            assert each.stdin is not None
+            if each.poll() is None:
+                each.stdin.write(b"quit\n")
+                each.stdin.close()
+            else:
+                self.note("another", pid=self.helper().pid)
 
     def note(self, what: str, **facts: Any) -> None:
         self.log.write(json.dumps({"what": what, "at": time.monotonic(), **facts}) + "\n")
@@ -95,7 +116,7 @@ class Server:
         keys = self.options.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
         if keys and request.path != "/health" and request.headers.get("Authorization") not in [f"Bearer {k}" for k in keys]:
             return web.json_response({"error": "Unauthorized"}, status=401)
-        if request.path in self.status:
+        if self.status.get(request.path):
             return web.json_response({"error": {"message": "as asked", "code": "fake"}}, status=int(self.status[request.path]))
         try:
             answer: web.StreamResponse = await handler(request)
@@ -115,6 +136,10 @@ class Server:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if changes := body.get("set"):  # options, from now on
+            self.status.update(changes.pop("status", {}))
+            vars(self.options).update(changes)
+            return web.json_response({})
         held = await self.gpu()
         self.served += 1
         seconds = float(body.get("seconds", 0))
@@ -221,9 +246,7 @@ async def main() -> None:
         title = ["VLLM::EngineCore", "-c", "import time; time.sleep(600)"]
         subprocess.Popen(title, executable=sys.executable, start_new_session=True)
     for _ in range(options.workers):
-        subprocess.Popen(
-            [sys.executable, "-m", "gpuckpt.driver.simtarget", "--daemon"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
+        server.helper("--daemon")
     app = web.Application(middlewares=[server.middleware], client_max_size=1 << 40)
     dev = os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
     app.add_routes(
@@ -256,7 +279,7 @@ async def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: server.note("usr1"))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, server.usr1)
     await ended.wait()
     server.note("terminated")
     os._exit(0)

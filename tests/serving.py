@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from gpuckpt.supervisor.keeper import descendants
+from tests import zygote
 from tests.conftest import COMMAND, Machine, Result, eventually, make_machine
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py")), "serve", "model"]
@@ -79,24 +80,39 @@ class Serving:
         kind = () if "--upstream" in options else ("--adapter", "vllm")
         words = [COMMAND, "run", *kind, "--name", name, *options, "--", *command]
         with open(self.stderr_path, "w") as stderr:
-            self.process = subprocess.Popen(words, env={**stage.environ, **environ}, stdin=subprocess.DEVNULL, stderr=stderr)
+            self.process = zygote.Popen(words, env={**stage.environ, **environ}, stdin=subprocess.DEVNULL, stderr=stderr)
         self.tree: list[int] = []
+        self._asked = 0.0
 
     # What it is.
 
     @property
     def facts(self) -> dict[str, Any]:
+        """Asked no more often than each 20 ms: it costs both sides."""
+        time.sleep(max(0.0, self._asked + 0.02 - time.monotonic()))
+        self._asked = time.monotonic()
         found: dict[str, Any] = self.ask("status")["run"]
         return found
 
-    def ask(self, command: str) -> dict[str, Any]:
+    def ask(self, command: str, **options: Any) -> dict[str, Any]:
         """What its control socket answers: quicker than a command of its own."""
         with socket.socket(socket.AF_UNIX) as s:
             s.settimeout(PATIENCE_S)
             s.connect(str(self.stage.runtime / f"{self.name}.sock"))
-            s.sendall(json.dumps({"schema": 1, "command": command}).encode() + b"\n")
+            s.sendall(json.dumps({"schema": 1, "command": command, **options}).encode() + b"\n")
             answer: dict[str, Any] = json.loads(s.makefile("rb").readline())
             return answer
+
+    def order(self, command: str) -> threading.Thread:
+        """Ask for something that takes its time, and go on; the run may end before it answers."""
+
+        def ask() -> None:
+            with contextlib.suppress(OSError, ValueError):
+                self.ask(command)
+
+        made = threading.Thread(target=ask, daemon=True)
+        made.start()
+        return made
 
     @property
     def stderr(self) -> str:
@@ -164,6 +180,10 @@ class Serving:
     def complete_when_it_listens(self, **body: Any) -> Answer:
         eventually(lambda: self.port or self.process.poll() is not None, "the gate listens", PATIENCE_S)
         return self.complete(**body)
+
+    def set(self, **options: Any) -> None:
+        """Of the fake, from now on; ``status`` is path -> status."""
+        assert self.complete(set=options).status == 200
 
     def begin(self, headers: dict[str, str] | None = None, **body: Any) -> Client:
         """A completion, and no waiting for it."""
@@ -246,6 +266,11 @@ def make_stage(tmp_path: Path, gpus: int = 1) -> Iterator[Stage]:
             for serving in made.started:
                 serving.close()
             shutil.rmtree(runtime, ignore_errors=True)
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        return str(s.getsockname()[1])
 
 
 def alive(pid: int) -> bool:

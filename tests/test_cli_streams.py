@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpuckpt.model import State
 from tests.conftest import COMMAND
 from tests.test_cli_targets import no_pid
 
@@ -43,7 +44,7 @@ def test_what_was_done_decides_where_stdout_cannot_be_written(machine: Machine, 
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"gpuckpt: the output could not be written to stdout: {why}")
-    assert machine.gpuckpt("is-suspended", target.pid).code == 0
+    assert target.state is State.CHECKPOINTED
 
 
 @pytest.mark.parametrize("command", ["status", "recover", "explain", "completion bash", "--help", "ps --watch"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from gpuckpt import errors
 from gpuckpt.image import preload
 from gpuckpt.supervisor import paths, places, vllm
 from gpuckpt.supervisor.traffic import Expired, Full, Traffic, Unavailable
+from tests.conftest import COMMAND
 
 if TYPE_CHECKING:
     from tests.conftest import Machine
@@ -142,6 +144,15 @@ def test_a_prefix_that_vllm_takes_off_paths_is_refused(words: list[str]) -> None
     assert words[0] in prepare(*words, without=("gate",)).command
 
 
+def test_a_file_of_options_may_have_several_gpus() -> None:
+    """What does no harm on one is done; what would take the place of an option in the file is not."""
+    made = prepare("--config", "x.yaml")
+    assert made.gpu_count is None
+    assert set(vllm.CHANGES) - set(made.changes) == {"fusion"}
+    assert prepare("--config", "x.yaml", "-tp", "2").gpu_count == 2
+    assert "fusion" in prepare("--config", "x.yaml", "-tp", "2").changes
+
+
 def test_a_prefix_in_a_file_of_options_does_not_count() -> None:
     """vLLM puts the file's options before those of the command line."""
     assert "--root-path=" in prepare("--config", "x.yaml").command
@@ -171,8 +182,9 @@ def test_the_dry_run_starts_nothing(machine: Machine) -> None:
 
 def test_what_a_run_needs_and_is_not_installed(machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "aiohttp.py").write_text("raise ModuleNotFoundError(name='aiohttp')")
-    result = machine.gpuckpt("run", "--", "true", json=False, PYTHONPATH=str(tmp_path))
-    assert result.code == 125
+    environ = {**machine.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([COMMAND, "run", "--", "true"], env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 125
     assert "aiohttp is not installed, and a run needs it\n  try: pip install 'gpuckpt[serve]'" in result.stderr
 
 
@@ -195,7 +207,8 @@ def test_the_preload_library(machine: Machine) -> None:
     [
         (["--name", "123", "--", "true"], "cannot be a name"),
         (["--name", "a/b", "--", "true"], "cannot be a name"),
-        (["--", "docker", "run", "x"], "run gpuckpt inside"),
+        (["--", "sudo", "docker", "run", "x"], "run gpuckpt inside"),
+        (["--keep", "kv_cache", "--", "true"], "vLLM's cache"),
         (["--upstream", "https://x", "--", "true"], "http://"),
         (["--upstream", "http://x", "--adapter", "vllm", "--", "true"], "leave one"),
         (["--upstream", "http://x", "--listen", "x:y", "--", "true"], "--listen"),

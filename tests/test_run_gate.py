@@ -2,136 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.conftest import eventually
-from tests.serving import Serving, Stage, stage
+from tests.serving import Serving, Stage, make_stage, stage
 
 __all__ = ["stage"]
 
-#: Requests at so many offsets around the idle moment; case 1 asks for 300, which takes three minutes.
-ROUNDS = int(os.environ.get("GPUCKPT_IDLE_ROUNDS", "15"))
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """One run for the tests that leave it as it was: serving, whenever it is asked to."""
+    made = make_stage(tmp_path_factory.mktemp("shared"))
+    yield next(made).run("--max-waiting", "10").awake()
+    next(made, None)
 
 
-def test_idle_to_nothing_on_the_gpu_and_back_by_a_request(stage: Stage) -> None:
-    run = stage.run("--idle", "300ms").awake()
-    before = run.complete(id=1)
-    run.until("suspended")
-    assert stage.machine.used() == 0
-    after = run.complete(id=1)
-    assert (before.status, after.status) == (200, 200)
-    assert after.json["choices"] == before.json["choices"]
-    assert not run.notes("computed asleep")
-    run.until("suspended")
-
-
-def test_sleep_names_its_mode_and_finds_no_request_running(stage: Stage) -> None:
-    """The server's default aborts what runs."""
-    run = stage.run("--drain", "10s").awake()
-    client = run.begin(seconds=1.0, stream=True)
-    eventually(lambda: run.notes("begin")[-1]["path"] == "/v1/completions", "it runs")
-    run.suspended()
-    assert client.result().body.endswith(b"[DONE]\n\n")
-    (note,) = run.notes("sleep")
-    assert note["query"] == {"level": "1", "mode": "wait"}
-    assert note["running"] == 0
-    assert not run.notes("cut")
-
-
-def test_longer_than_the_drain_is_not_suspended(stage: Stage) -> None:
-    run = stage.run("--drain", "200ms").awake()
-    client = run.begin(seconds=2.0)
-    eventually(lambda: any(n["path"] == "/v1/completions" for n in run.notes("begin")), "it runs")
-    result = stage.gpuckpt("suspend", "m")
-    assert (result.code, result.error["code"]) == (124, "still-serving")
-    assert run.state == "awake"
-    assert client.result().status == 200
-    assert not run.notes("sleep")
-
-
-def test_idle_counts_from_the_last_byte(stage: Stage) -> None:
-    """Case 2: mostlygeek/llama-swap#25"""
-    run = stage.run("--idle", "700ms").awake()
-    client = run.begin(seconds=1.5, stream=True, chunks=3)
-    assert client.result().status == 200
-    assert not run.became("suspending")
-    run.until("suspended")
-    suspended = run.notes("sleep")[0]["at"]
-    assert suspended - client.ended >= 0.6
-
-
-def test_a_server_that_nobody_calls_is_suspended(stage: Stage) -> None:
-    """Case 3: sablierapp/sablier#23"""
-    run = stage.run("--idle", "300ms").awake()
-    run.until("suspended")
-
-
-def test_scraping_does_not_keep_it_awake(stage: Stage) -> None:
-    """Case 4: ggml-org/llama.cpp#20227"""
-    run = stage.run("--idle", "700ms").awake()
-    until = time.monotonic() + 10
-    while run.state != "suspended":
-        assert time.monotonic() < until
-        for path in ("/metrics", "/health", "/v1/models", "/version", "/load"):
-            assert run.get(path).status == 200
-    scraped = run.get("/metrics")
-    assert b"vllm:requests_total 0" in scraped.body
-    assert b'gpuckpt_state{state="suspended"} 1.0' in scraped.body
-    assert run.get("/v1/models").json["data"][0]["id"] == "model"
-    assert run.state == "suspended"
-
-
-def test_looking_wakes_nothing_and_takes_no_place(stage: Stage) -> None:
-    """Case 5: goniz/opencode-local-provider#14, ctrox/zeropod#34"""
-    run = stage.run().awake().suspended()
-    paths = ("/", "/props", "/slots", "/api/tags", "/v1/models/NAME", "/tokenizer_info", "/favicon.ico", "/ping", "/v1/chat/completions")
-    for path in paths:
-        for method in ("HEAD", "OPTIONS", "GET"):
-            assert run.request(method, path).status < 500
-    run.dial(b"").close()
-    run.request("POST", "/wp-login.php", {})
-    assert [run.request("POST", p, {}).status for p in ("/ping", "/ping/", "/health")] == [404, 404, 405], "it answers by itself"
-    assert run.facts["requests_waiting"] == 0
-    assert run.state == "suspended"
-    assert not run.became("resuming")
-
-
-def test_health_is_about_serving_and_awake_about_the_gpu(stage: Stage) -> None:
-    run = stage.run(fake=("--slow-load", "1"))
-    eventually(lambda: run.port, "the gate listens")
-    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [503, 503, 503]
-    held = run.begin(id=1)  # held while it starts
-    assert held.result().status == 200
-    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 200]
-    run.suspended()
-    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 503]
-
-
-def test_keys(stage: Stage) -> None:
-    """Case 14: mostlygeek/llama-swap#50, #1051"""
-    run = stage.run("--max-waiting", "1", fake=("--api-key", "secret", "other")).awake().suspended()
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer"}):
-        assert run.complete(headers).status == 401
-        assert run.request("POST", "/invocations", {}, headers).status == 401
-        assert run.request("GET", "/v1/models", headers=headers).status == 401
-    assert run.state == "suspended"
-    assert run.facts["requests_waiting"] == 0
-    assert run.complete({"Authorization": "Bearer other"}).status == 200
-
-
-def test_the_key_of_the_environment(stage: Stage) -> None:
-    """Case 14: mostlygeek/llama-swap#50"""
-    run = stage.run(VLLM_API_KEY="k").awake().suspended()
-    assert run.complete().status == 401
-    assert run.state == "suspended"
-    assert run.complete({"Authorization": "Bearer k"}).status == 200
+@pytest.fixture
+def asleep(shared: Serving) -> Serving:
+    return shared.suspended()
 
 
 @pytest.mark.parametrize(
@@ -160,29 +58,22 @@ def test_the_key_of_the_environment(stage: Stage) -> None:
     ],
 )
 def test_dev_endpoints_are_not_there(shared: Serving, path: str) -> None:
+    slept = len(shared.notes("sleep"))
     for method in ("POST", "GET"):
         with shared.dial(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as s:
             status = s.makefile("rb").readline().split()[1]
         assert status in (b"404", b"400")
-    assert not shared.notes("sleep")
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """One run for the tests that leave it as it was."""
-    made = stage.__wrapped__(tmp_path_factory.mktemp("shared"))  # type: ignore[attr-defined]
-    place = next(made)
-    yield place.run().awake()
-    next(made, None)
+    assert len(shared.notes("sleep")) == slept
 
 
 def test_header_smuggling(shared: Serving) -> None:
+    slept = len(shared.notes("sleep"))
     served = len(shared.notes("begin"))
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
     both = f"{head}0\r\n\r\nPOST /sleep HTTP/1.1\r\n\r\n"
     with shared.dial(both) as s:
         assert b" 400 " in s.makefile("rb").readline()
-    assert not shared.notes("sleep")
+    assert len(shared.notes("sleep")) == slept
     hidden = {"Connection": "X-Secret, close", "X-Secret": "1", "X-Kept": "1", "Proxy-Authorization": "x"}
     assert shared.complete(hidden).status == 200
     (headers,) = [n["headers"] for n in shared.notes("begin")[served:] if n["path"] == "/v1/completions"]
@@ -193,6 +84,7 @@ def test_header_smuggling(shared: Serving) -> None:
 @pytest.mark.parametrize("named", ["Content-Length", "content-length, close", "Host", "Content-Type"])
 def test_a_body_is_never_taken_for_a_request(shared: Serving, named: str) -> None:
     """Whatever a client says belongs to its connection: the body goes on with its own length."""
+    slept = len(shared.notes("sleep"))
     begun = len(shared.notes("begin"))
     body = "POST /sleep HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: {named}\r\n\r\n"
@@ -200,7 +92,7 @@ def test_a_body_is_never_taken_for_a_request(shared: Serving, named: str) -> Non
         assert s.makefile("rb").readline().startswith(b"HTTP/1.1 ")
     shared.get("/version")
     assert [n["path"] for n in shared.notes("begin")[begun:] if n["path"] != "/health"] == ["/v1/completions", "/version"]
-    assert not shared.notes("sleep")
+    assert len(shared.notes("sleep")) == slept
 
 
 @pytest.mark.parametrize(
@@ -282,6 +174,46 @@ def test_the_work_ends_when_the_client_leaves(shared: Serving) -> None:
     eventually(lambda: shared.facts["requests_running"] == 0, "the count is back", 2.0)
 
 
+def test_sleep_names_its_mode_and_finds_no_request_running(shared: Serving) -> None:
+    """The server's default aborts what runs."""
+    assert shared.complete().status == 200
+    cut, slept = len(shared.notes("cut")), len(shared.notes("sleep"))
+    client = shared.begin(seconds=0.7, stream=True)
+    eventually(lambda: shared.facts["requests_running"], "it runs")
+    shared.suspended()
+    assert client.result().body.endswith(b"[DONE]\n\n")
+    (note,) = shared.notes("sleep")[slept:]
+    assert note["query"] == {"level": "1", "mode": "wait"}
+    assert note["running"] == 0
+    assert len(shared.notes("cut")) == cut
+
+
+def test_longer_than_the_drain_is_not_suspended(shared: Serving) -> None:
+    assert shared.complete().status == 200
+    slept = len(shared.notes("sleep"))
+    client = shared.begin(seconds=1.0)
+    eventually(lambda: shared.facts["requests_running"], "it runs")
+    assert shared.ask("suspend", drain_s=0.2)["error"]["code"] == "still-serving"
+    assert shared.state == "awake"
+    assert client.result().status == 200
+    assert len(shared.notes("sleep")) == slept
+
+
+def test_looking_wakes_nothing_and_takes_no_place(asleep: Serving) -> None:
+    """Case 5: goniz/opencode-local-provider#14, ctrox/zeropod#34"""
+    run, woken = asleep, asleep.stderr.count(": resuming\n")
+    paths = ("/", "/props", "/slots", "/api/tags", "/v1/models/NAME", "/tokenizer_info", "/favicon.ico", "/ping", "/v1/chat/completions")
+    for path in paths:
+        for method in ("HEAD", "OPTIONS", "GET"):
+            assert run.request(method, path).status < 500
+    run.dial(b"").close()
+    run.request("POST", "/wp-login.php", {})
+    assert [run.request("POST", p, {}).status for p in ("/ping", "/ping/", "/health")] == [404, 404, 405], "it answers by itself"
+    assert run.facts["requests_waiting"] == 0
+    assert run.state == "suspended"
+    assert run.stderr.count(": resuming\n") == woken
+
+
 HANDSHAKE = (
     "{} HTTP/1.1\r\nHost: x\r\nConnection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n"
     "Sec-WebSocket-Version: {}\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
@@ -296,8 +228,11 @@ def shake(run: Serving, request: str = "GET /v1/realtime", version: int = 13, th
     return int(head.split()[1]), json.loads(body)["error"]
 
 
-def test_what_asks_for_a_websocket_where_there_is_none_wakes_nothing(stage: Stage) -> None:
-    run = stage.run(fake=("--status", "/v1/realtime=200")).awake().suspended()
+def test_what_asks_for_a_websocket_where_there_is_none_wakes_nothing(shared: Serving) -> None:
+    run = shared
+    run.set(status={"/v1/realtime": "200"})
+    run.suspended()
+    woken = run.stderr.count(": resuming\n")
     after = "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     for request in ("GET /v1/models", "GET /v1/chat/completions", "POST /v1/completions", "GET /", "GET /v1/realtime/"):
         status, error = shake(run, request, then=after)
@@ -307,19 +242,16 @@ def test_what_asks_for_a_websocket_where_there_is_none_wakes_nothing(stage: Stag
     assert run.get("/v1/models", Upgrade="websocket").json["data"], "it does not ask for one"
     assert run.facts["requests_waiting"] == 0
     assert run.state == "suspended"
-    assert not run.became("resuming")
+    assert run.stderr.count(": resuming\n") == woken
 
     status, error = shake(run)
     assert (status, error["code"], error["type"]) == (502, "upgrade-refused", "service_unavailable_error")
     assert run.state == "awake"
+    run.set(status={"/v1/realtime": ""})
 
 
-def test_websockets_pass(stage: Stage) -> None:
-    import asyncio
-
-    import aiohttp
-
-    run = stage.run().awake().suspended()
+def test_websockets_pass(asleep: Serving) -> None:
+    run = asleep
 
     async def talk() -> tuple[str, bytes, int | None, str | None]:
         async with aiohttp.ClientSession() as session:
@@ -337,53 +269,73 @@ def test_websockets_pass(stage: Stage) -> None:
     eventually(lambda: run.facts["requests_running"] == 0, "it is over")
 
 
-def test_held_requests_go_in_order(stage: Stage) -> None:
-    run = stage.run(fake=("--slow-wake", "1")).awake().suspended()
+def test_held_requests_go_in_order_and_a_full_waiting_room_refuses_before_the_body(shared: Serving) -> None:
+    """After the wake, and after the server said that it is healthy."""
+    run = shared
+    run.set(slow_wake=1.0)
+    begun = len(run.suspended().notes("begin"))
     clients = []
     for n in range(10):
         clients.append(run.begin({"X-N": str(n)}, id=n))
-        eventually(lambda n=n: run.facts["requests_waiting"] == n + 1 or run.state == "awake", "it waits")
-    assert [c.result().json["id"] for c in clients] == list(range(10))
-    asked = [n["headers"]["X-N"] for n in run.notes("begin") if n["path"] == "/v1/completions"]
-    assert asked == [str(n) for n in range(10)]
-
-
-def test_a_full_waiting_room_refuses_before_the_body(stage: Stage) -> None:
-    run = stage.run("--max-waiting", "2", fake=("--slow-wake", "2")).awake().suspended()
-    clients = [run.begin(id=n) for n in range(2)]
-    eventually(lambda: run.facts["requests_waiting"] == 2, "both wait")
+        eventually(lambda n=n: run.facts["requests_waiting"] == n + 1, "it waits")
     with run.dial("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n") as s:
         head = s.recv(65536).decode()
     assert head.startswith("HTTP/1.1 429 ")
     assert "x-should-retry: true" in head.lower()
-    assert all(c.result().status == 200 for c in clients)
+    assert [c.result().json["id"] for c in clients] == list(range(10))
+    asked = [(n["path"], n["headers"].get("X-N")) for n in run.notes("begin")[begun:]]
+    assert asked == [("/wake_up", None), ("/health", None), *(("/v1/completions", str(n)) for n in range(10))]
+    run.set(slow_wake=0.0)
 
 
-def test_a_hold_that_is_too_short_says_when_to_come_back(stage: Stage) -> None:
-    """Case 13: mostlygeek/llama-swap#225, kedacore/http-add-on#1592"""
-    run = stage.run("--hold", "300ms", fake=("--slow-wake", "1.5")).awake().suspended()
-    answer = run.complete(id=1)
-    assert answer.status == 503
-    assert 1 <= int(answer.headers["retry-after"]) <= 120
-    assert answer.headers["x-should-retry"] == "true"
-    assert set(answer.error) == {"message", "type", "param", "code"}
-    run.until("awake")
-    assert not [n for n in run.notes("begin") if n["path"] == "/v1/completions"], "it was not executed"
-    assert run.complete(id=2).status == 200
-    seconds = int(run.suspended().complete(id=3).headers["retry-after"])
-    assert 2 <= seconds < 10, "what the last one took"
-
-
-def test_a_client_that_leaves_while_held_is_not_served(stage: Stage) -> None:
+def test_a_client_that_leaves_while_held_is_not_served(shared: Serving) -> None:
     """Case 9: mostlygeek/llama-swap#727"""
-    run = stage.run(fake=("--slow-wake", "1")).awake().suspended()
+    run = shared
+    run.set(slow_wake=1.0)
+    begun = len(run.suspended().notes("begin"))
     body = '{"id": "gone"}'
     s = run.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}")
     eventually(lambda: run.facts["requests_waiting"] == 1, "it waits")
     s.close()
     eventually(lambda: run.facts["requests_waiting"] == 0, "it left")
     assert run.complete(id="here").json["id"] == "here"
-    assert len([n for n in run.notes("begin") if n["path"] == "/v1/completions"]) == 1
+    assert len([n for n in run.notes("begin")[begun:] if n["path"] == "/v1/completions"]) == 1
+    run.set(slow_wake=0.0)
+
+
+def test_health_is_about_serving_and_awake_about_the_gpu(stage: Stage) -> None:
+    run = stage.run(fake=("--slow-load", "1"))
+    eventually(lambda: run.port, "the gate listens")
+    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [503, 503, 503]
+    held = run.begin(id=1)  # held while it starts
+    assert held.result().status == 200
+    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 200]
+    run.suspended()
+    assert [run.get(p).status for p in ("/health", "/ready", "/awake")] == [200, 200, 503]
+
+
+def test_keys_and_a_hold_that_is_too_short(stage: Stage) -> None:
+    """Case 14: mostlygeek/llama-swap#50, #1051. Case 13: mostlygeek/llama-swap#225, kedacore/http-add-on#1592"""
+    key = {"Authorization": "Bearer other"}
+    options = ("--hold", "300ms", "--max-waiting", "1")
+    run = stage.run(*options, fake=("--slow-wake", "1.5", "--api-key", "secret", "other")).awake().suspended()
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Bearer"}):
+        assert run.complete(headers).status == 401
+        assert run.request("POST", "/invocations", {}, headers).status == 401
+        assert run.request("GET", "/v1/models", headers=headers).status == 401
+    assert run.facts["requests_waiting"] == 0
+    assert run.state == "suspended"
+    answer = run.complete(key, id=1)
+    assert answer.status == 503
+    assert 1 <= int(answer.headers["retry-after"]) <= 120
+    assert answer.headers["x-should-retry"] == "true"
+    assert set(answer.error) == {"message", "type", "param", "code"}
+    run.until("awake")
+    asked = [n for n in run.notes("begin") if n["path"] in ("/v1/completions", "/invocations")]
+    assert not asked, "none of them was executed"
+    assert run.complete(key, id=2).status == 200
+    seconds = int(run.suspended().complete(key, id=3).headers["retry-after"])
+    assert 2 <= seconds < 10, "what the last one took"
 
 
 def test_five_hundred_held_and_a_short_backlog(stage: Stage) -> None:
@@ -397,39 +349,3 @@ def test_five_hundred_held_and_a_short_backlog(stage: Stage) -> None:
         with s:
             answers.append(s.makefile("rb").read().split()[1])
     assert answers == [b"200"] * 500
-
-
-def test_idle_moments_and_requests_at_every_offset(stage: Stage) -> None:
-    """Case 1: mostlygeek/llama-swap#946"""
-    run = stage.run("--idle", "250ms", fake=("--slow-sleep", "0.05")).awake()
-    for n in range(ROUNDS):
-        time.sleep(0.2 + n * 0.36 / ROUNDS)
-        answer = run.complete(id=n)
-        assert (answer.status, answer.json["id"]) == (200, n), answer
-    assert not run.notes("computed asleep")
-    run.until("suspended")
-    assert run.facts["state"] == "suspended"
-    assert b'gpuckpt_state{state="suspended"} 1.0' in run.get("/metrics").body
-    assert run.complete(id="last").status == 200
-
-
-def test_another_server_by_its_url(stage: Stage) -> None:
-    """Any HTTP server: it is not asked to sleep, the driver takes all it holds."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    run = stage.run("--upstream", f"http://127.0.0.1:{port}", "--listen", "0", fake=("--port", port)).awake()
-    run.suspended()
-    assert stage.machine.used() == 0
-    assert run.complete(id=1).status == 200
-    assert not run.notes("sleep")
-
-
-def test_a_command_without_a_server(stage: Stage) -> None:
-    """Named, suspended and resumed by name; no gate."""
-    run = stage.run("--adapter", "none", fake=("--port", "0"))
-    run.until("awake")
-    assert run.child
-    assert run.suspended().facts["listen"] is None
-    assert stage.machine.used() == 0
-    assert stage.gpuckpt("resume", "m").code == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
+import signal
 import socket
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,12 +15,13 @@ import pytest
 from gpuckpt import errors
 from gpuckpt.model import Report
 from gpuckpt.supervisor import logs, operate
+from gpuckpt.supervisor.between import Childless
 from gpuckpt.supervisor.child import Child
 from gpuckpt.supervisor.model import Policy, RunState
 from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
-from tests.serving import PATIENCE_S, Stage, stage
+from tests.serving import stage
 
 __all__ = ["stage"]
 
@@ -36,6 +37,7 @@ class Rehearsed:
         self.run = run = Run(cast("Child", child), cast("Any", self), Traffic(hold_s=10.0, max_waiting=10), Policy(timeout_s=1.0))
         run.holdings = cast("Any", self)
         self.down = False
+        self.holders: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         async def act(*_: object) -> Any:
@@ -103,33 +105,6 @@ def test_an_operation_whose_process_cannot_be_started_has_begun_nothing(monkeypa
     assert e.value.exit_code != 3
 
 
-def test_a_control_request_that_makes_no_sense_touches_nothing(stage: Stage) -> None:
-    told: list[object] = [
-        *({"command": "suspend", "drain_s": d} for d in ("abc", -1, True, [], float("nan"), float("inf"), 1e300)),
-        *({"command": c} for c in (["suspend"], {}, None, 1, "sleep")),
-        *([], 1, "suspend", None, {}, {"command": "suspend", "schema": 2}),
-        *({"command": "give-way", **w} for w in ({}, {"within_s": "soon"}, {"within_s": None})),
-        {"command": "hold"},
-        {"command": "hold", "gpus": None, "by": "x"},
-        {"command": "hold", "gpus": "GPU-0", "by": "x", "within_s": 1},
-        {"command": "hold", "gpus": [1], "by": "x", "within_s": 1},
-        {"command": "hold", "gpus": None, "by": 1, "within_s": 1},
-        {"command": "to-disk"},
-    ]
-    lines = [json.dumps({"schema": 1, **t} if isinstance(t, dict) else t) for t in told]
-    run = stage.run("--share").awake()
-    for line in (*lines, "[" * 100_000):
-        with socket.socket(socket.AF_UNIX) as s:
-            s.settimeout(PATIENCE_S)
-            s.connect(str(stage.runtime / "m.sock"))
-            s.sendall(line.encode() + b"\n")
-            answer = json.loads(s.makefile("rb").readline())
-        assert answer["error"]["code"] == "usage", (line[:100], answer)
-    assert run.state == "awake"
-    assert not run.became("draining")
-    assert run.suspended().complete(id=1).status == 200
-
-
 def test_a_listener_without_descriptors_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         loop = asyncio.get_running_loop()
@@ -152,3 +127,31 @@ class Short(socket.socket):
 
     def accept(self) -> Any:
         raise SHORT
+
+
+def test_what_tells_a_run_without_a_child_to_end() -> None:
+    """A signal that ends, or the command."""
+
+    async def play() -> list[int]:
+        statuses = []
+        for told in ("signal", "stop"):
+            signals: asyncio.Queue[int] = asyncio.Queue()
+            run = Childless(signals, (signal.SIGTERM,))
+            ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            again: list[int] = []
+            waiting = asyncio.create_task(run.unless_told_to_end(ready, 0.01, lambda again=again: again.append(1)))
+            while len(again) < 3:
+                await asyncio.sleep(0)
+            with pytest.raises(errors.RunNotReady, match="waits for its GPU"):
+                await run.answer({"command": "status"}, cast("Any", None))
+            if told == "stop":
+                await run.answer({"command": "stop"}, cast("Any", None))
+            else:
+                signals.put_nowait(signal.SIGUSR1)
+                signals.put_nowait(signal.SIGTERM)
+            with pytest.raises(errors.CannotStart) as ended:
+                await asyncio.wait_for(waiting, 10)
+            statuses.append(ended.value.status)
+        return statuses
+
+    assert asyncio.run(play()) == [143, 143]

@@ -70,7 +70,7 @@ def test_the_admin_listener(stage: Stage) -> None:
     token = stage.machine.path / "token"
     token.write_text("secret\n")
     token.chmod(0o600)
-    options = ("--admin", "127.0.0.1:0", "--admin-token-file", str(token))
+    options = ("--admin", "127.0.0.1:0", "--admin-token-file", str(token), "--drain", "100ms")
     run = stage.run(*options, fake=("--sleep-frees", "6")).awake()
     port = int(next(x for x in run.stderr.splitlines() if "admin listener on" in x).rpartition(":")[2])
 
@@ -88,10 +88,16 @@ def test_the_admin_listener(stage: Stage) -> None:
     assert run.state == "suspended"
     assert stage.machine.used() == 0
     assert ask("GET", "/is_sleeping") == (200, {"is_sleeping": True})
-    assert run.facts["dropped_bytes"] == 6 << 30
+    assert run.facts["dropped_bytes"] == run.facts["cache"]["dropped_bytes"] == 6 << 30
+    assert "6.0 GiB of its cache are dropped" in stage.gpuckpt("status", "m", json=False).stdout
     assert "6.0 GiB of its cache are dropped; --keep kv_cache keeps them" in run.stderr
     assert ask("POST", "/wake_up") == (200, None)
     assert run.complete(id=1).status == 200
+    client = run.begin(seconds=1.0)
+    eventually(lambda: run.facts["requests_running"], "it runs")
+    status, refused = ask("POST", "/sleep")
+    assert (status, refused["error"]["code"]) == (503, "still-serving"), "a request is never cut for it"  # type: ignore[index]
+    assert client.result().status == 200
     assert ask("POST", "/collective_rpc")[0] == 404
     assert run.get("/is_sleeping").status == 404, "not on the gate"
 
@@ -109,10 +115,21 @@ def test_a_token_that_others_may_read(tmp_path: Path) -> None:
 
 def test_a_cache_that_is_kept(stage: Stage) -> None:
     """Case 26: mostlygeek/llama-swap#1127. The driver takes all of it; what is dropped otherwise is said."""
-    run = stage.run("--keep", "kv_cache", fake=("--sleep-frees", "6")).awake().suspended()
+    stage.machine.host_memory(512, 256)
+    planned = stage.gpuckpt("run", "--dry-run", "--keep", "kv_cache", "--json", "--", "vllm", "serve", "m", json=False).document["keep"]
+    assert (planned["most_bytes"], planned["host_bytes_available"], planned["timeout_seconds"]) == (80 << 30, 256 << 30, 220.0)
+    assert "the cache included: at most 80.0 GiB, all the memory of 1 GPU; how much is said once it has started" in planned["words"]
+    run = stage.run("--keep", "kv_cache", fake=("--sleep-frees", "6")).awake()
+    assert "each suspend moves all 8.0 GiB to host memory by the driver, the cache included; 256.0 GiB are available" in run.stderr
+    assert run.facts["cache"] is None, "it was never suspended"
+    said = stage.gpuckpt("suspend", "m", json=False).stdout
+    assert "the cache is kept: all 8.0 GiB were moved by the driver in " in said
+    assert "8.0 GiB of host memory hold them" in said
     assert run.notes("sleep")[0]["query"] == {"level": "0", "mode": "wait"}
-    assert run.facts["host_bytes"] == 8 << 30
-    assert run.facts["dropped_bytes"] == 0
+    facts = run.facts
+    assert (facts["host_bytes"], facts["dropped_bytes"]) == (8 << 30, 0)
+    kept = facts["cache"]
+    assert (kept["kept"], kept["moved_bytes"], kept["host_bytes"], kept["dropped_bytes"]) == (True, 8 << 30, 8 << 30, 0)
     assert run.complete(id=1).status == 200
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ import pytest
 from gpuckpt.supervisor import operate
 from gpuckpt.supervisor.keeper import descendants
 from gpuckpt.supervisor.operate import Worker
-from tests.conftest import COMMAND, Machine, eventually
+from tests.conftest import Machine, eventually
 from tests.serving import Serving, Stage, alive, stage
 
 __all__ = ["stage"]
 
 
-def test_what_stands_ready_for_the_resume_may_die(stage: Stage) -> None:
+def test_what_stands_ready_and_may_die(stage: Stage) -> None:
+    """For the resume from when it is suspended on; for the suspend from when the server is told to sleep."""
     run = stage.run().awake().suspended()
     ready = eventually(lambda: operations(run), "something stands ready")
     for pid in ready:
@@ -29,20 +29,16 @@ def test_what_stands_ready_for_the_resume_may_die(stage: Stage) -> None:
     eventually(lambda: not any(alive(p) for p in ready), "it is dead")
     assert run.complete(id=1).status == 200
     eventually(lambda: not operations(run), "nothing stands by while it is awake")
-    run.suspended()
+    run.set(slow_sleep=1.0)
+    order = run.order("suspend")
+    eventually(lambda: len(run.notes("sleep")) == 2, "the server is told to sleep")
+    (suspends,) = operations(run)
+    assert not run.became("suspended", 2)
+    order.join(20)
+    eventually(lambda: not alive(suspends) and len(operations(run)) == 1, "it did that, and another stands ready for the resume")
     ready = eventually(lambda: operations(run), "something stands ready")
     run.process.kill()
     eventually(lambda: not any(alive(p) for p in ready), "it ends with its supervisor")
-
-
-def test_what_suspends_stands_ready_while_the_server_goes_to_sleep(stage: Stage) -> None:
-    run = stage.run(fake=("--slow-sleep", "1")).awake()
-    with subprocess.Popen([COMMAND, "suspend", "m"], env=stage.environ, stdout=subprocess.DEVNULL) as order:
-        eventually(lambda: run.notes("sleep"), "the server is told to sleep")
-        (ready,) = operations(run)
-        assert not run.became("suspended")
-        assert order.wait(20) == 0
-    eventually(lambda: not alive(ready) and len(operations(run)) == 1, "it did that, and another stands ready for the resume")
 
 
 def test_a_worker_can_be_asked_again(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +78,6 @@ def operations(run: Serving) -> list[int]:
     found = []
     for pid in descendants(run.process.pid):
         with contextlib.suppress(FileNotFoundError):
-            if b"gpuckpt.supervisor.operate" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            if b"gpuckpt.supervisor.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 found.append(pid)
     return found

@@ -42,13 +42,6 @@ def test_a_rehearsal_that_loses_the_process_ends_the_run(stage: Stage) -> None:
     run.nothing_left()
 
 
-def test_a_rehearsal_that_is_refused_serves_on(stage: Stage) -> None:
-    stage.machine.host_memory(16, 1)
-    run = stage.run("--rehearse").awake()
-    assert "it cannot be suspended" in run.stderr
-    assert run.complete(id=1).status == 200
-
-
 def test_sigterm_in_a_rehearsal(stage: Stage) -> None:
     run = stage.run("--rehearse", fake=("--slow-sleep", "20"))
     eventually(lambda: run.notes("sleep"), "it goes to sleep")

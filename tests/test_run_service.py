@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,27 @@ def test_it_is_not_started_again_for_ever_and_logs_json(stage: Stage) -> None:
     assert {"time", "level", "run", "logger", "message"} == set(lines[0])
     assert {line["run"] for line in lines} == {"m"}
     assert [line["level"] for line in lines if "again in" in line["message"]] == ["warning", "warning"]
+
+
+def test_it_answers_at_every_moment_from_one_life_to_the_next(stage: Stage) -> None:
+    """Also while the old one closes, which a client that reads slowly makes last; there it can be told to end, and is not started again."""
+    run = stage.run("--restart", "on-failure").awake()
+    path, child = stage.runtime / "m.sock", run.child
+    seen = set()
+    os.kill(child, signal.SIGKILL)
+    while not run.became("awake", 2):
+        answer = ask(path, "status")
+        seen.add(answer["run"]["state"] if answer["error"] is None else answer["error"]["message"].partition(",")[0])
+        time.sleep(0.005)
+    assert {"the command ended with 137", "awake"} <= seen, seen
+    body = json.dumps({"stream": True, "chunks": 200_000})
+    with run.dial(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}"):
+        eventually(lambda: run.notes("begin")[-1]["path"] == "/v1/completions", "it is being answered")
+        os.kill(run.child, signal.SIGKILL)
+        eventually(lambda: ask(path, "status")["error"], "its life closes")
+        assert ask(path, "stop")["ok"]
+    assert run.end() == 137
+    assert not run.became("awake", 3)
 
 
 def test_stop_between_two_lives(stage: Stage) -> None:

@@ -90,9 +90,10 @@ def test_what_cannot_be_suspended_serves_on(stage2: Stage) -> None:
 
 
 def test_a_rehearsal_whose_communicator_breaks_ends_the_run(stage2: Stage) -> None:
-    """What cannot be proven beforehand is lost while nobody is served yet, and not with the first idle night."""
+    """What cannot be proven beforehand is lost while nobody is served yet, and not with the first idle night. Here no option tells that
+    there are several processes, as where a file of options has that: they are counted."""
     stage2.machine.world.add_fault("comms-resume", result="INTERNAL_ERROR", times=2)
-    run = stage2.run("--restart", "on-failure", fake=TP2)
+    run = stage2.run("--restart", "on-failure", FAKE_RANKS="2", GPUCKPT_AGENT="1")
     eventually(lambda: "started again" in run.stderr, "the run gave it up")
     assert not run.became("awake"), "nobody was let in"
     run.awake()

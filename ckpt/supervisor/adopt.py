@@ -35,11 +35,13 @@ def noted(holdings: Holdings) -> dict[str, Any]:
         "asleep_bytes": holdings.asleep_bytes,
         "pids": holdings.pids,
         "host_bytes": holdings.host_bytes,
+        "holders": holdings.holders,
     }
 
 
 def recall(holdings: Holdings, facts: Mapping[str, Any]) -> None:
     holdings.gpu_bytes, holdings.asleep_bytes = dict(facts.get("gpu_bytes", {})), dict(facts.get("asleep_bytes", {}))
+    holdings.holders = list(facts.get("holders", []))
     holdings.pids, holdings.host_bytes = list(facts.get("pids", [])), int(facts.get("host_bytes", 0))
 
 

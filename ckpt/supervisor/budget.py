@@ -16,6 +16,7 @@ from typing import Any
 from gpuckpt import errors
 from gpuckpt.inspect import host
 from gpuckpt.supervisor import places
+from gpuckpt.supervisor.model import HOST_MEMORY_HINT
 from gpuckpt.words import size
 
 _POLL_S = 0.02
@@ -70,7 +71,7 @@ class Budget:
         """Raise :class:`gpuckpt.errors.HostMemory` where *need_bytes* do not fit, and cannot be made to."""
         left, why = await self.left()
         if need_bytes > left and not await self.make_room(need_bytes):
-            raise errors.HostMemory(f"suspended this run needs {size(need_bytes)}; {why}; nothing was touched", hint=HINT)
+            raise errors.HostMemory(f"suspended this run needs {size(need_bytes)}; {why}; nothing was touched", hint=HOST_MEMORY_HINT)
 
     async def make_room(self, need_bytes: int, own_bytes: int = 0, *, whatever_the_limit: bool = False) -> bool:
         """Have other runs move what they hold to disk, the one that was not used for longest first, until *need_bytes* fit. Returns whether
@@ -104,9 +105,6 @@ class Budget:
         finally:
             for each in held:
                 os.close(each)
-
-
-HINT = "resume or stop one of them, give a larger --host-budget, or start them with --keep-in ram,DIR"
 
 
 def _locked(fd: int) -> bool:

@@ -115,10 +115,10 @@ class Peer:
 
 
 class ControlServer:
-    """Answers on the control socket with what *answer* says."""
+    """Answers on the control socket, from before a run has a child until after its last: with what *answer* says, which may be changed."""
 
     def __init__(self, path: Path, answer: Callable[[dict[str, Any], Peer], Awaitable[dict[str, Any]]]) -> None:
-        self._path, self._answer = path, answer
+        self._path, self.answer = path, answer
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
@@ -173,7 +173,7 @@ class ControlServer:
             if not (_fits(order[name], kind) if name in order else kind.endswith("?")):
                 words = f"{command}: {name} is {order[name]!r:.40}, no {kind.strip('?')}" if name in order else f"{command} needs {name}"
                 return _failed(command, errors.Usage(f"{words}; nothing was done", hint="use gpuckpt of its version"))
-        return await self._guarded(command, lambda: self._answer(order, peer))
+        return await self._guarded(command, lambda: self.answer(order, peer))
 
     @staticmethod
     async def _guarded(command: str, act: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:

@@ -11,16 +11,19 @@ import contextlib
 import hmac
 import logging
 import math
-from collections.abc import AsyncIterator, Collection, Sequence
+import socket
+from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 
 import aiohttp
 from aiohttp import hdrs, web
+from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from gpuckpt.supervisor import paths
+from gpuckpt.supervisor import body, paths
+from gpuckpt.supervisor.body import Body, Stalled
 from gpuckpt.supervisor.exchange import Answer, Exchange
 from gpuckpt.supervisor.held_stream import HeldStream
 from gpuckpt.supervisor.metrics import Metrics
@@ -41,6 +44,9 @@ RETRY_AFTER_MOST_S = 120
 RETRY_AFTER_UNKNOWN_S = 10
 METRICS_S = 2.0
 SHORT_BYTES = 1 << 16
+#: A client that takes nothing of its answer, or whose machine is gone, is given up after so long, in seconds: until then its request runs.
+#: The kernel counts, and only while nothing at all is taken. Whether a silent client is there it asks after the second, then each third.
+READER_S, PROBES_AFTER_S, PROBE_EACH_S = 300, 60, 15
 
 
 class Gate:
@@ -63,6 +69,7 @@ class Gate:
         self._comments_s = comments_s
         self._last_metrics = b""
         self._runner: web.ServerRunner | None = None
+        self._listening: asyncio.Server | None = None
         self.address: tuple[str, int] = ("", 0)
 
     async def listen(self, host: str, port: int) -> None:
@@ -72,11 +79,16 @@ class Gate:
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=CLOSING_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host or None, port, backlog=4096)
-        await site.start()
-        self.address = self._runner.addresses[0][:2]
+        self._listening = await asyncio.get_running_loop().create_server(server, host or None, port, backlog=4096)
+        for each in self._listening.sockets:  # what is accepted has this from here
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, READER_S * 1000)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBES_AFTER_S)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EACH_S)
+        self.address = self._listening.sockets[0].getsockname()[:2]
 
     async def close(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -99,22 +111,25 @@ class Gate:
         if not self._allowed(request):
             return self._refuse(401, "unauthorized", "the API key is missing or wrong", "invalid_request_error")
         held: HeldStream | None = None
+        sent: Body | None = None
         try:
+            self.run.traffic.check()  # who cannot come in is told before a body is read
+            sent = await self._begun(request) if request.body_exists and not upgrade else None
             if self._comments_s is None or upgrade or self.run.traffic.is_open:
                 begun = await self.run.traffic.enter()
             else:
-                held = HeldStream(request)
+                held = HeldStream(request, sent)
                 begun = await self._enter_held(held, self._comments_s)
-        except (Full, Expired, Unavailable) as e:
+        except (Full, Expired, Unavailable, Stalled, RequestPayloadError, aiohttp.ClientError, OSError) as e:
             refusal = self._not_let_in(e)
             return await held.fail(refusal.text or "") if held is not None and held.begun else refusal
         try:
-            return await (tunnel(request, self.upstream, target) if upgrade else self._forward(request, target, held))
+            return await (tunnel(request, self.upstream, target) if upgrade else self._forward(request, target, sent, held))
         except aiohttp.WSServerHandshakeError as e:
             status = e.status if e.status >= 400 else 502  # an answer that is none to a handshake, and must not look like success
             return self._no_websocket(status, f"the server refused the WebSocket with {e.status}: {e.message}")
         except (aiohttp.ClientError, OSError) as e:
-            return self._unreachable(e)
+            return self._stalled() if sent is not None and sent.stalled else self._unreachable(e)
         finally:
             self.run.traffic.leave(begun)
 
@@ -134,6 +149,10 @@ class Gate:
 
     def _not_let_in(self, error: Exception) -> web.Response:
         traffic = self.run.traffic
+        if isinstance(error, Stalled):
+            return self._stalled()
+        if isinstance(error, RequestPayloadError | aiohttp.ClientError | OSError):
+            return self._refuse(400, "bad-request", f"the request's body cannot be read: {error}")
         if isinstance(error, Full):
             words = f"{traffic.max_waiting} requests are waiting already, as many as may"
             return self._refuse(429, "too-many-waiting", words, "rate_limit_error", retry=True)
@@ -143,6 +162,12 @@ class Gate:
         why = next(iter(self.run.holds.values()), "")
         words = f"the model was not ready within {traffic.hold_s:g} s (it is {self.run.state}{f': {why}' if why else ''}); try again"
         return self._refuse(503, "waking", words, retry=True)
+
+    def _stalled(self) -> web.Response:
+        words = f"nothing more of the request's body came for {body.SILENT_S:g} s; what had come was not executed"
+        response = self._refuse(408, "request-timeout", words, "invalid_request_error")
+        response.force_close()
+        return response
 
     # What the gate answers by itself.
 
@@ -205,24 +230,33 @@ class Gate:
         """A request that needs no GPU: the server's front answers it, suspended or not."""
         if self.run.state is RunState.STARTING:
             return self._refuse(503, "starting", "the server is starting", retry=True)
+        sent: Body | None = None
         try:
-            return await self._forward(request, target)
+            sent = await self._begun(request) if request.body_exists else None
+            return await self._forward(request, target, sent)
+        except (Stalled, RequestPayloadError) as e:
+            return self._not_let_in(e)
         except (aiohttp.ClientError, OSError) as e:
-            return self._unreachable(e)
+            return self._stalled() if sent is not None and sent.stalled else self._unreachable(e)
 
-    async def _forward(self, request: web.BaseRequest, target: str, held: HeldStream | None = None) -> web.StreamResponse:
+    @staticmethod
+    async def _begun(request: web.BaseRequest) -> Body:
+        sent = Body(request)
+        await sent.begin()
+        return sent
+
+    async def _forward(
+        self, request: web.BaseRequest, target: str, sent: Body | None, held: HeldStream | None = None
+    ) -> web.StreamResponse:
         """Pass *request* on and its answer back. Raises only while nothing of an answer has been sent."""
-        body: bytes | AsyncIterator[bytes] | None = None
-        if request.body_exists:
-            body = held.body if held is not None and held.body is not None else await self._body(request)
-        async with self._asked(request, target, body) as answer:
+        async with self._asked(request, target, sent) as answer:
             if held is not None and held.begun:
                 return await self._fill(held, answer, request)
             nbytes = answer.content_length
             empty = request.method == hdrs.METH_HEAD or answer.status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED)
             if nbytes is not None and nbytes <= SHORT_BYTES and not empty:
-                body = await answer.read()  # goes in one packet with its head
-                return web.Response(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers), body=body)
+                short = await answer.read()  # goes in one packet with its head
+                return web.Response(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers), body=short)
             response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=passed_on(answer.headers))
             await response.prepare(request)
             if empty:
@@ -237,14 +271,13 @@ class Gate:
                     request.transport.abort()  # an answer that is cut short must not look whole
             return response
 
-    def _asked(
-        self, request: web.BaseRequest, target: str, body: bytes | AsyncIterator[bytes] | None
-    ) -> AbstractAsyncContextManager[Answer]:
+    def _asked(self, request: web.BaseRequest, target: str, sent: Body | None) -> AbstractAsyncContextManager[Answer]:
         connections = self.upstream.connections
-        if connections is not None and (body is None or isinstance(body, bytes)):
-            return Exchange(connections, request.method, target, passed_on_raw(request), body)
+        if connections is not None and (sent is None or sent.data is not None):
+            return Exchange(connections, request.method, target, passed_on_raw(request), sent.data if sent is not None else None)
         url = URL(self.upstream.base + target, encoded=True)
-        return self.upstream.session.request(request.method, url, headers=passed_on(request.headers), data=body, allow_redirects=False)
+        data = sent.to_send() if sent is not None else None
+        return self.upstream.session.request(request.method, url, headers=passed_on(request.headers), data=data, allow_redirects=False)
 
     @staticmethod
     async def _fill(held: HeldStream, answer: Answer, request: web.BaseRequest) -> web.StreamResponse:
@@ -255,17 +288,6 @@ class Gate:
             if request.transport is not None:
                 request.transport.abort()
             return held.response
-
-    @staticmethod
-    async def _body(request: web.BaseRequest) -> bytes | AsyncIterator[bytes]:
-        """A short body as it is, which goes in one packet with its head; a longer one, or one of unknown length, as it comes."""
-        if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
-            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            request.writer.output_size = 0
-        length, content = request.content_length, request.content
-        if length is None or length > SHORT_BYTES:
-            return content.iter_any()
-        return content.read_nowait() if content.is_eof() else await content.read()
 
 
 def passed_on(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:

@@ -11,6 +11,7 @@ import json
 
 from aiohttp import hdrs, web
 
+from gpuckpt.supervisor.body import Body
 from gpuckpt.supervisor.exchange import Answer
 
 COMMENT = b": waiting for the model\n\n"
@@ -21,10 +22,9 @@ BODY_BYTES = 4 << 20
 class HeldStream:
     """The answer to *request*, begun before there is one."""
 
-    def __init__(self, request: web.BaseRequest) -> None:
-        self._request = request
+    def __init__(self, request: web.BaseRequest, body: Body | None) -> None:
+        self._request, self._body = request, body
         self._response: web.StreamResponse | None = None
-        self.body: bytes | None = None
 
     @property
     def begun(self) -> bool:
@@ -38,11 +38,10 @@ class HeldStream:
     async def wait(self, place: asyncio.Future[float], every_s: float) -> None:
         """Until *place* is done; a comment each *every_s* meanwhile if the client asked for a stream."""
         length = self._request.content_length
-        if length is None or length > BODY_BYTES or hdrs.EXPECT in self._request.headers:
+        if self._body is None or length is None or length > BODY_BYTES:
             await asyncio.wait({place})
             return
-        self.body = await self._request.read()
-        streams = _asks_for_stream(self.body)
+        streams = _asks_for_stream(await self._body.read())
         while not place.done():
             await asyncio.wait({place}, timeout=every_s if streams else None)
             if not place.done():

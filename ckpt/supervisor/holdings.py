@@ -10,11 +10,11 @@ from collections.abc import Collection
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
-from gpuckpt.keeping import RAM
 from gpuckpt.model import Report
-from gpuckpt.supervisor.budget import HINT, Budget
-from gpuckpt.supervisor.model import Server
+from gpuckpt.supervisor.budget import Budget
+from gpuckpt.supervisor.model import HOST_MEMORY_HINT, Server
 from gpuckpt.supervisor.operate import Worker, dismiss, held_bytes, ready
+from gpuckpt.words import RAM
 
 log = logging.getLogger("gpuckpt.run")
 
@@ -32,6 +32,7 @@ class Holdings:
         self._child, self._timeout_s, self._accept, self._keep_in, self._method = child, timeout_s, accept, keep_in, method
         self.budget = Budget()
         self.down = False
+        self.holders: list[int] = []  # its CUDA processes when it was looked at last
         self.pids: list[int] = []  # that the last suspend took off their GPUs
         self.gpu_bytes: dict[str, int] = {}  # on each GPU while the server is awake; {} until that is known
         self.asleep_bytes: dict[str, int] = {}  # what of it the server takes by itself when it is woken
@@ -44,9 +45,9 @@ class Holdings:
         self._ready: Process | None = None  # waits for the next suspend or resume
 
     async def look(self) -> None:
-        """Learn what it holds, awake."""
+        """Learn what it holds, awake, and which of its processes do."""
         report = await self._run("look")
-        self.gpu_bytes = held_bytes(report)
+        self.gpu_bytes, self.holders = held_bytes(report), [p.pid for p in report.processes]
 
     async def check(self) -> None:
         """Raise what a suspend would be refused for in any case. Host memory is judged later: asleep, the server needs less."""
@@ -95,8 +96,8 @@ class Holdings:
                 report = dataclasses.replace(e.report, ok=True, error=None, warnings=(*e.report.warnings, e.message))
             except GpuckptError as e:
                 self.host_bytes = self.host_bytes if self.down else 0
-                if isinstance(e, errors.HostMemory) and not e.hint.endswith(HINT):
-                    e.hint = f"{e.hint}; or {HINT}"
+                if isinstance(e, errors.HostMemory) and not e.hint.endswith(HOST_MEMORY_HINT):
+                    e.hint = f"{e.hint}; or {HOST_MEMORY_HINT}"
                 raise
         self._asleep(report)
         self.dropped_bytes = max(0, sum(self.asleep_bytes.values()) - self._slept_bytes)

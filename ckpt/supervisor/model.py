@@ -6,8 +6,10 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpuckpt.keeping import RAM
+from gpuckpt.words import RAM
 
+#: What to do where runs leave no host memory to each other.
+HOST_MEMORY_HINT = "resume or stop one of them, give a larger --host-budget, or start them with --keep-in ram,DIR"
 #: How long a listener that closes waits for clients that take their answer slowly, or never send the rest of what they ask, in seconds.
 CLOSING_S = 1.0
 
@@ -50,7 +52,7 @@ class Policy:
     grace_s: float = 10.0
     timeout_s: float | None = None  # of one operation; None: its own default
     accept: frozenset[str] = frozenset()
-    rehearse: bool = False  # suspend and resume once before it is ready
+    rehearse: bool | None = False  # suspend and resume once before it is ready; None: if several CUDA processes serve together
     probe: bool = False  # compare the answer to a golden prompt after each resume
     keep_in: str = RAM  # or a directory: where the image lies while it is suspended
     move_to: str = ""  # or a directory: where it goes from host memory once another run wants that

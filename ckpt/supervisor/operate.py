@@ -1,7 +1,6 @@
 """One suspend or resume of a supervised tree, in a process of its own: a driver or a library that hangs there hangs nothing else.
 
-``python -m gpuckpt.supervisor.operate`` gets ready, takes its order as one line of JSON, and prints a line for each step that it comes to,
-then the report, as ``--json`` does. SIGTERM makes it go back, as it does for the commands; it gets one when its supervisor dies.
+This is its supervisor's side; :mod:`gpuckpt.supervisor.worker` is that process.
 """
 
 from __future__ import annotations
@@ -9,19 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpuckpt import errors
-from gpuckpt.keeping import RAM
 from gpuckpt.model import GpuReport, Hazard, ProcessReport, Report, Step
-
-if TYPE_CHECKING:
-    from gpuckpt.early import Start
+from gpuckpt.supervisor.worker import TAKEN
+from gpuckpt.words import RAM
 
 #: How long an operation may take at the very most, in seconds. It has deadlines of its own; this is for where it never gets to them.
 LIMIT_S = 1800.0
@@ -29,7 +24,6 @@ LIMIT_S = 1800.0
 _END_S = 5.0
 _LINE_BYTES = 1 << 24
 _PROGRESS = b'{"progress"'
-_TAKEN = b'{"taken": true}\n'  # before it has begun anything
 
 
 class Worker:
@@ -98,7 +92,7 @@ class Worker:
         if self._interrupted:
             self.interrupt()
         async for line in process.stdout:
-            if line == _TAKEN:
+            if line == TAKEN.encode():
                 self._taken = True
                 continue
             if not line.startswith(_PROGRESS):
@@ -126,7 +120,7 @@ async def ready() -> asyncio.subprocess.Process:
         sys.executable,
         "-P",  # nothing in the directory where we were started takes the place of a module
         "-m",
-        "gpuckpt.supervisor.operate",
+        "gpuckpt.supervisor.worker",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
@@ -185,76 +179,3 @@ def held_bytes(report: Report) -> dict[str, int]:
     for gpu in (g for p in report.processes for g in p.gpus):
         found[gpu.uuid] = found.get(gpu.uuid, 0) + max(gpu.bytes_before or 0, gpu.bytes_after or 0)
     return found
-
-
-def main() -> None:
-    from gpuckpt.supervisor.keeper import PR_SET_PDEATHSIG, prctl
-
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    from gpuckpt import early
-
-    callers = early.callers(os.environ)
-    from gpuckpt import group, operation  # noqa: F401 - loaded before they are wanted
-    from gpuckpt.supervisor import reserve  # noqa: F401 - loaded before they are wanted
-
-    if not (line := sys.stdin.readline()):
-        os._exit(0)  # it was not wanted
-    with contextlib.suppress(OSError):
-        sys.stdout.write(_TAKEN.decode())
-        sys.stdout.flush()
-    order = json.loads(line)
-    simulated = bool(os.environ.get("GPUCKPT_SIMULATE"))
-    acted = True
-    try:
-        report = _operate(early.Start(callers, early.devices(warm=True)), **order)
-    except errors.GpuckptError as e:
-        acted = e.report is not None
-        report = e.report or Report(order["command"], False, simulated, error=e.as_dict())
-    with contextlib.suppress(OSError):  # nobody waits for it any more
-        print(json.dumps({**report.as_dict(), "acted": acted}), flush=True)
-        sys.stdin.read()  # what it holds is held until nobody has the other end
-    os._exit(0)
-
-
-def _operate(
-    start: Start,
-    command: str,
-    pids: list[int],
-    timeout_s: float | None,
-    wait_s: float,
-    accept: list[str],
-    reserved: dict[str, int],
-    host_left: tuple[int, str] | None,
-    keep_in: str,
-    method: str,
-) -> Report:
-    from gpuckpt.group import as_found
-    from gpuckpt.operation import Operation
-    from gpuckpt.supervisor.reserve import ReservingWorld
-    from gpuckpt.walk import Progress
-
-    reserving = ReservingWorld(command, reserved, host_left, lambda nbytes: _tell(Progress("host-memory", str(nbytes))), start)
-    with reserving as world, world.interruptible():
-        if command == "gpus":
-            found = [{"uuid": g.uuid, "index": g.index} for g in world.gpus()]
-            return Report(command, True, world.simulated, details={"gpus": found})
-        if command == "room":
-            reserving.claim_room(time.monotonic() + wait_s, lambda waits: _tell(Progress("room", waits)))
-            return Report(command, True, world.simulated)
-        operation = Operation(world, command, timeout_s=timeout_s, accept=frozenset(accept), tell=_tell)
-        operation.method = method
-        if command in ("check", "look"):
-            inventory = operation.inspected(pids)
-            if command == "check":
-                operation.refuse(inventory)
-            return Report(command, True, world.simulated, tuple(as_found(inventory)))
-        return operation.suspend(pids, by=method, keep_in=keep_in) if command == "suspend" else operation.resume(pids, wait_s=wait_s)
-
-
-def _tell(progress: Any) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more, and the operation goes on
-        print(json.dumps({"progress": [progress.step, progress.message]}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -143,7 +143,7 @@ class Place:
 
     def clear(self) -> None:
         """Take away the sockets of a child that has ended, before another is started."""
-        for path in (self.control, self.keeper, self.upstream):
+        for path in (self.keeper, self.upstream):
             clear(path)
 
     def __enter__(self) -> Place:

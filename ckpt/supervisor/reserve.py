@@ -14,7 +14,7 @@ from gpuckpt.claims import FileClaim
 from gpuckpt.early import Start
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuProcess, Hazard, HostRoom
-from gpuckpt.supervisor.budget import HINT
+from gpuckpt.supervisor.model import HOST_MEMORY_HINT
 from gpuckpt.words import size
 
 #: What must be free beyond what is reserved, and how long another's resume on the same GPU is waited for, in seconds.
@@ -46,7 +46,7 @@ class ReservingWorld(LocalWorld):
         if self._host_left is not None and members:
             left, why = self._host_left
             if needed > left:
-                said = Hazard("host-memory", f"the image needs {size(needed)}; {why}", HINT, acceptable=True)
+                said = Hazard("host-memory", f"the image needs {size(needed)}; {why}", HOST_MEMORY_HINT, acceptable=True)
                 short = [said]  # it says what the other ones say, and more
             self._told(needed)
         return needed, room, short

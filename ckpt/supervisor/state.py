@@ -367,22 +367,19 @@ class Run:
             return
         while not await self.server.healthy():
             await asyncio.sleep(HEALTH_POLL_S)
-        if self.policy.rehearse or self.policy.probe:
-            rehearsal = Rehearsal(self.holdings, self.server, self.probe, self._woken)
-            self._current = asyncio.create_task(rehearsal.hold(self.policy.rehearse))
-            await asyncio.wait({self._current})
-            task, self._current = self._current, None
-            if self.over or task.cancelled():
-                return
-            if (error := task.exception()) is not None:
-                known = error if isinstance(error, GpuckptError) else GpuckptError(f"{type(error).__name__}: {error}")
-                self._fail(known)
-                self.give_up(known)
-                return
+        rehearsal = Rehearsal(self.holdings, self.server, self.probe, self._woken, lambda: self.over)
+        wanted = self.policy.rehearse if self.find is None else False  # one that was adopted has been through it
+        self._current = asyncio.create_task(rehearsal.hold(wanted, probes=self.policy.probe))
+        await asyncio.wait({self._current})
+        task, self._current = self._current, None
+        if self.over or task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._fail(known(error))
+            self.give_up(known(error))
+            return
         if self.state is RunState.STARTING:
             self._awake()
-        with contextlib.suppress(GpuckptError):  # it may hold nothing yet
-            await self.holdings.look()
 
     async def _end(self) -> None:
         code = await asyncio.shield(self.child.exited)

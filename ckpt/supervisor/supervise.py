@@ -12,20 +12,21 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
-from gpuckpt import errors, follow
+from gpuckpt import errors
 from gpuckpt.image import paths as image_paths
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
 from gpuckpt.supervisor import adopt, idle, logs, paths, vllm
 from gpuckpt.supervisor.admin import Admin
-from gpuckpt.supervisor.between import told_to_end
+from gpuckpt.supervisor.between import Childless
 from gpuckpt.supervisor.budget import Budget
+from gpuckpt.supervisor.cache import Cache
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
 from gpuckpt.supervisor.control import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
@@ -42,7 +43,6 @@ from gpuckpt.supervisor.spill import Spill
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
 from gpuckpt.supervisor.upstream import Connector, Silent, Upstream
-from gpuckpt.words import size
 
 log = logging.getLogger("gpuckpt.run")
 
@@ -93,17 +93,40 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
     for signum in (*ENDING, *FORWARDED):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(signum, signals.put_nowait, signum)
+    childless = Childless(signals, ENDING)
+    control = ControlServer(place.control, childless.answer)
+    try:
+        await control.listen()
+    except OSError as e:
+        place.leave = place.adopted is not None
+        log.error("cannot listen: %s", e.strerror or e)
+        return EXIT_OWN_FAILURE
+    try:
+        return await _lives(options, prepared, place, environ, signals, control, childless)
+    finally:
+        await control.close()
+
+
+async def _lives(
+    options: Options,
+    prepared: vllm.Prepared,
+    place: Place,
+    environ: Mapping[str, str],
+    signals: asyncio.Queue[int],
+    control: ControlServer,
+    childless: Childless,
+) -> int:
     failures = 0
     while True:
         begun = time.monotonic()
-        code, ended, address = await _one_life(options, prepared, place, environ, signals)
+        code, ended, address = await _one_life(options, prepared, place, environ, signals, control, childless)
         failures = 1 if time.monotonic() - begun > SOUND_S else failures + 1
         if ended or code == 0 or not options.restart or failures > RESTARTS:
             return code
         delay_s = min(RESTART_MOST_S, RESTART_S * 2 ** (failures - 1))
         log.warning("it ended with %d; started again in %g s (%d of %d)", code, delay_s, failures, RESTARTS)
         notify(f"STATUS=ended with {code}, is started again")
-        if await told_to_end(signals, ENDING, place.control, code, delay_s):
+        if await childless.until_again(code, delay_s):
             return code
         if address is not None:  # the port, which may have been chosen for it; the host as it was given, for it may be several addresses
             options = dataclasses.replace(options, listen=(options.listen[0], address[1]))
@@ -111,7 +134,13 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
 
 
 async def _one_life(
-    options: Options, prepared: vllm.Prepared, place: Place, environ: Mapping[str, str], signals: asyncio.Queue[int]
+    options: Options,
+    prepared: vllm.Prepared,
+    place: Place,
+    environ: Mapping[str, str],
+    signals: asyncio.Queue[int],
+    control: ControlServer,
+    childless: Childless,
 ) -> tuple[int, bool, tuple[str, int] | None]:
     """From a start of the command to its end: what to exit with, whether it was told to end, and where the gate was."""
     adopted, place.adopted = place.adopted, None
@@ -119,8 +148,11 @@ async def _one_life(
         child = await Child.adopt(adopted.connection, adopted.child)
         supervised = _Supervised(options, prepared, place, child, adopted.facts)
         log.info("adopted pid %d as run %s", child.pid, options.name)
-        return await _live(supervised, signals)
-    lease = await _unless_told_to_end(_make_room_to_start(options, prepared, environ), signals) if options.sharing.shares else None
+        return await _live(supervised, signals, control, childless)
+    lease = None
+    if options.sharing.shares:
+        room = _make_room_to_start(options, prepared, environ)
+        lease = await childless.unless_told_to_end(room, AGAIN_S, lambda: still("waiting for its GPU"))
     adopt_at = place.keeper if options.keep_child else None
     child = await Child.start(
         prepared.command, {**environ, **prepared.environ, RUN_VARIABLE: options.name}, name_fd=place.lock_fd, adopt_at=adopt_at
@@ -129,17 +161,26 @@ async def _one_life(
     supervised = _Supervised(options, prepared, place, child)
     if lease is not None:
         supervised.run.stand_by(_release_when_started(supervised.run, lease))
-    return await _live(supervised, signals)
+    return await _live(supervised, signals, control, childless)
 
 
-async def _live(supervised: _Supervised, signals: asyncio.Queue[int]) -> tuple[int, bool, tuple[str, int] | None]:
+async def _live(
+    supervised: _Supervised, signals: asyncio.Queue[int], control: ControlServer, childless: Childless
+) -> tuple[int, bool, tuple[str, int] | None]:
     _many_files()
     gc.freeze()  # what is there now stays to the end: no collection need look through it while requests wait
+    control.answer = supervised.answer
+    if childless.told_to_stop:  # while the command was being started
+        supervised.run.told_to_stop = True
+        await supervised.run.stop()
     try:
         code = await supervised.live(signals)
-        return code, supervised.run.told_to_stop, supervised.gate.address if supervised.gate else None
     finally:
+        childless.words = lambda: "the command has ended"
+        control.answer = childless.answer
         await supervised.close()
+    ended = supervised.run.told_to_stop or childless.told_to_stop
+    return code, ended, supervised.gate.address if supervised.gate else None
 
 
 class _Supervised:
@@ -180,7 +221,9 @@ class _Supervised:
         self.run.changed.append(lambda state: log.info("%s", state))
         self.run.changed.append(Notifier(self.run).changed)
         self.run.finished.append(_log_outcome)
-        self.run.finished.append(self._log_dropped)
+        self.cache = Cache(self.run.holdings, options.keeps_cache)
+        self.run.changed.append(self.cache.changed)
+        self.run.finished.append(self.cache.finished)
         self.gate: Gate | None = None
         if self.upstream is not None:
             self.gate = Gate(
@@ -193,11 +236,9 @@ class _Supervised:
                 comments_s=options.comments_s,
             )
         self.admin = Admin(self.run, options.admin_token) if options.admin is not None else None
-        self.control = ControlServer(place.control, self.answer)
 
     async def live(self, signals: asyncio.Queue[int]) -> int:
         try:
-            await self.control.listen()
             if self.admin is not None and self.options.admin is not None:
                 await self.admin.listen(*self.options.admin)
                 log.info("admin listener on http://%s", where(self.admin.address))
@@ -239,7 +280,6 @@ class _Supervised:
 
     async def close(self) -> None:
         self.engines.close()
-        await self.control.close()
         if self.admin is not None:
             await self.admin.close()
         if self.gate is not None:
@@ -249,12 +289,11 @@ class _Supervised:
             await self.upstream.close()
 
     def _reserved(self) -> int:
-        return follow.ready_bytes(self.child.pid) if "reserve" in self._prepared.changes else 0
+        if "reserve" not in self._prepared.changes:
+            return 0
+        from gpuckpt import follow
 
-    def _log_dropped(self, operation: str, _reason: str, outcome: Report | errors.GpuckptError, _seconds: float) -> None:
-        dropped = self.run.holdings.dropped_bytes
-        if operation == "suspend" and isinstance(outcome, Report) and dropped:
-            log.info("%s of its cache are dropped; --keep kv_cache keeps them, at as much host memory", size(dropped))
+        return follow.ready_bytes(self.child.pid)
 
     async def _obey(self, signals: asyncio.Queue[int]) -> None:
         stops = set()
@@ -305,6 +344,7 @@ class _Supervised:
             "last_error": error.as_dict() if error else None,
             "movable_bytes": self.spill.movable_bytes,
             "reserved_bytes": self._reserved(),
+            "cache": self.cache.facts(),
             **self.share.facts(),
         }
 
@@ -329,24 +369,6 @@ async def _make_room_to_start(options: Options, prepared: vllm.Prepared, environ
     if lease.runs:
         log.info("kept off the GPU while it starts: %s", ", ".join(lease.runs))
     return lease
-
-
-async def _unless_told_to_end(waiting: Coroutine[Any, Any, Lease], signals: asyncio.Queue[int]) -> Lease:
-    task = asyncio.create_task(waiting)
-    while True:
-        still("waiting for its GPU")
-        signal_came = asyncio.create_task(signals.get())
-        await asyncio.wait({task, signal_came}, timeout=AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            signal_came.cancel()
-            return task.result()
-        if not signal_came.done():
-            signal_came.cancel()
-            continue
-        if (signum := signal_came.result()) in ENDING:
-            error = errors.CannotStart(f"told to end by signal {signum} while it waited for its GPU; nothing was started")
-            error.status = 128 + signum
-            raise error
 
 
 async def _release_when_started(run: Run, lease: Lease) -> None:

@@ -58,12 +58,9 @@ class Traffic:
 
         Raises :class:`Full` at once, :class:`Expired` after the time to hold, :class:`Unavailable` when waiting is in vain.
         """
-        if self._over is not None:
-            raise Unavailable(self._over)
+        self.check()
         if self.is_open:
             return self._begin()
-        if len(self._waiting) >= self.max_waiting:
-            raise Full
         place: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         self.wanted()
@@ -79,6 +76,13 @@ class Traffic:
         if not place.done():
             raise Expired
         return place.result()
+
+    def check(self) -> None:
+        """Raise what :meth:`enter` would raise at once."""
+        if self._over is not None:
+            raise Unavailable(self._over)
+        if not self.is_open and len(self._waiting) >= self.max_waiting:
+            raise Full
 
     def leave(self, begun: float) -> None:
         """The last byte of a request has gone, or its client has."""

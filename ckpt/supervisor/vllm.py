@@ -36,7 +36,6 @@ DEFAULT_PORT = 8000
 #: How long /sleep and /wake_up may take, in seconds. Measured with 44 GiB: 7.4 the first time, 0.3 later.
 SLEEP_S = 300.0
 ANSWER_S = 60.0
-_CONTAINERS = frozenset("docker podman nerdctl kubectl srun singularity apptainer enroot".split())
 
 
 @dataclass(frozen=True)
@@ -66,16 +65,6 @@ def recognise(command: Sequence[str]) -> bool:
         if words[:1] == ["-m"] and len(words) > 1:
             return words[1] == "vllm.entrypoints.openai.api_server" or (words[1].startswith("vllm") and words[2:3] == ["serve"])
     return len(words) > 1 and Path(words[0]).name == "vllm" and words[1] == "serve"
-
-
-def refuse_container(command: Sequence[str]) -> None:
-    """A container's client is not the program: its processes are elsewhere, and gpuckpt must be with them."""
-    program = Path(command[0]).name
-    if program in _CONTAINERS:
-        raise errors.Usage(
-            f"{program} starts the program elsewhere: what runs here is only its client; nothing was started",
-            hint=f"run gpuckpt inside: {program} … gpuckpt run -- COMMAND",
-        )
 
 
 def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, without: Collection[str] = ()) -> Prepared:
@@ -127,8 +116,9 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
         words.append("--disable-custom-all-reduce")
         changes["custom-all-reduce"] = "--disable-custom-all-reduce"
     count = math.prod(_size(options, n) for n in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"))
-    if count > 1:
-        _for_several_gpus(words, options, environ, without, added, changes, warnings)
+    unknown = options.has("config") and count == 1  # the file may have several
+    if count > 1 or unknown:
+        _for_several_gpus(words, options, environ, (*without, "fusion") if unknown else without, added, changes, warnings)
     gate = "gate" not in without
     return Prepared(
         tuple(words),
@@ -139,7 +129,7 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
         sleeps=bool(sleep) and dev == "1" and gate,
         hidden=dev == "1",
         gate=gate,
-        gpu_count=count,
+        gpu_count=None if unknown else count,
         warnings=tuple(warnings),
         changes=changes,
     )

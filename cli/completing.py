@@ -1,0 +1,75 @@
+"""What a shell offers for a NAME or a TARGET: the runs of this user, and the pids of CUDA processes.
+
+It asks nobody: neither a run nor the driver, which would make a shell wait for whatever they are at. Runs are the sockets in the runtime
+directory; CUDA processes those that have the driver's memory device open, and those in the journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+#: A machine may have very many processes, and each of them very many files: what was found until then is offered, in seconds.
+LOOK_S = 0.3
+_DEVICE = "/dev/nvidia-uvm"
+
+
+def names(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The runs whose names begin so."""
+    from gpuckpt.supervisor import places
+
+    try:
+        found = sorted(p.stem for p in places.runtime_directory().glob("*.sock"))
+    except OSError:
+        found = []
+    return [CompletionItem(n, help="run") for n in found if n.startswith(incomplete)]
+
+
+def targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The runs, and the pids, that begin so."""
+    from gpuckpt.inspect import processes
+
+    offered = names(ctx, param, incomplete)
+    if incomplete and not incomplete.isdecimal():
+        return offered
+    typed = set(ctx.params.get(param.name or "") or ())
+    pids = sorted({p for p in _pids() if str(p).startswith(incomplete) and str(p) not in typed})
+    seen = {p: processes.read(p) for p in pids}  # not its command line: to read that one may have to wait for the driver
+    return offered + [CompletionItem(str(p), help=proc.comm) for p, proc in seen.items() if proc is not None]
+
+
+def _pids() -> Iterator[int]:
+    from gpuckpt.inspect import processes
+    from gpuckpt.journal import Journal, state_directory
+
+    with contextlib.suppress(Exception):  # whatever it is, a command that is typed says so
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        for record in Journal(state_directory(os.environ, os.geteuid()), boot_id).records():
+            yield from (m.id.pid for m in record.members if processes.is_same(m.id))
+    if simulated := os.environ.get("GPUCKPT_SIMULATE"):
+        from gpuckpt.driver.simulated_store import SimulatedWorldDir
+
+        with contextlib.suppress(OSError, ValueError):
+            yield from (p for p in SimulatedWorldDir(simulated).peek().rules.processes if processes.read(p))
+        return
+    until = time.monotonic() + LOOK_S
+    for name in os.listdir("/proc"):
+        if time.monotonic() >= until:
+            return
+        if name.isdecimal() and _has_device(name):
+            yield int(name)
+
+
+def _has_device(pid: str) -> bool:
+    with contextlib.suppress(OSError):  # it has gone, or is somebody else's
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{fd}") == _DEVICE:
+                    return True
+    return False
