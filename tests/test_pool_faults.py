@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gpuckpt.pool.allocator import PoolError
 from tests.pool_machine import GRANULARITY, OUT_OF_MEMORY, UNKNOWN, Gpu
 
-SCHEDULES = int(os.environ.get("GPUCKPT_POOL_SCHEDULES", "1000"))
+SCHEDULES, PARTS = int(os.environ.get("GPUCKPT_POOL_SCHEDULES", "10000")), 4
 ACTIONS = {"weights": "offload", "runtime": "offload", "kv_cache": "discard"}
 LEAKS = {"cuStreamDestroy_v2": "streams", "cuMemFreeHost": "pinned"}  # calls that give something back, and say that they have not
 
@@ -179,10 +179,12 @@ step = st.one_of(
 )
 
 
-@settings(max_examples=SCHEDULES, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("part", range(PARTS))  # side by side
+@settings(max_examples=SCHEDULES // PARTS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(step, min_size=4, max_size=30))
-def test_random_schedules(shared: Gpu, steps: list[tuple[str, object, object]]) -> None:
+def test_random_schedules(shared: Gpu, part: int, steps: list[tuple[str, object, object]]) -> None:
     """No schedule ends the process, loses a byte, or leaves a block between awake and asleep."""
+    del part
     gpu, model = shared, Model(shared)
     gpu.capacity(1 << 40)
     for row in gpu.pool.rows():  # of a schedule that failed
