@@ -299,7 +299,8 @@ class Walk:
         if halted := {p.pid: why for p in self.now if (why := self.world.halted(p))}:
             why = next(iter(halted.values()))
             error.message += f"; pid {', '.join(map(str, halted))} is {why}, for which its group waits"
-            error.hint = f"{let_go(why, halted)}, then {error.hint or 'gpuckpt recover'}"
+            then = error.hint or "gpuckpt recover"
+            error.hint = f"{let_go(why, halted)}{', then ' if then.startswith('gpuckpt') else '; '}{then}"
         return error
 
     def look(self) -> None:

@@ -73,7 +73,7 @@ def test_a_rank_that_is_stopped_in_its_communicators(machine4: Machine) -> None:
     result = running.end()
     assert (result.code, result.error["code"]) == (3, "in-flight"), result
     assert f"pid {ranks[2].pid} is stopped" in result.error["message"]
-    assert result.error["hint"].startswith(f"kill -CONT {ranks[2].pid}, then gpuckpt recover")
+    assert result.error["hint"] == f"kill -CONT {ranks[2].pid}; when it has answered, or been ended: gpuckpt recover"
     ranks[2].signal(signal.SIGCONT)
 
 
