@@ -338,7 +338,7 @@ class Operation(Reporting):
                 pid=left[0].pid,
                 step=cause.step,
             )
-        if cause.exit_code == 3 and isinstance(worse, errors.InFlight):  # who waits for that one, or still does what it did, is not what happened
+        if cause.exit_code == 3 and isinstance(worse, errors.InFlight):  # who still does what it did, or waits, is not what happened
             cause.add_note(f"and: {worse.message}")
             worse = None
         if worse is not None and worse is not cause:

@@ -16,7 +16,7 @@ from gpuckpt.rendezvous.coordinator import Body, Coordinator, Get, Moment, Put, 
 from gpuckpt.rendezvous.file import FileStore
 from gpuckpt.rendezvous.seal import Seal
 from gpuckpt.rendezvous.store import Store
-from tests.conftest import DEADLINE_S, Machine, Result, Running, Target
+from tests.simulated_machine import DEADLINE_S, Machine, Result, Running, Target
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ import pytest
 
 from gpuckpt.supervisor.keeper import descendants
 from tests import zygote
-from tests.conftest import COMMAND, Machine, Result, eventually, make_machine
+from tests.simulated_machine import COMMAND, Machine, Result, eventually, make_machine
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py")), "serve", "model"]
 PATIENCE_S = 30.0

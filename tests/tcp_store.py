@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from gpuckpt.inspect import processes
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 
 FAKE = Path(__file__).parent / "fake_c10d"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")

@@ -15,10 +15,10 @@ from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.inspect import processes
 from gpuckpt.inspect import ranks as ranks_of
 from gpuckpt.model import Call, Rank, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine, Target
+    from tests.simulated_machine import Machine, Target
 
 
 def job(machine: Machine, ranks: int = 4, agents: int | None = None) -> list[Target]:

@@ -17,17 +17,17 @@ from gpuckpt.errors import GpuckptError
 from gpuckpt.model import GIB, Call, GpuBytes, GpuProcess, ProcessId, State
 from gpuckpt.operation import Operation
 from gpuckpt.recovery import recover_all
-from tests.conftest import eventually
 from tests.hosts import Cluster
 from tests.memory_agents import Agent
 from tests.memory_machine import Machine as MemoryMachine
 from tests.memory_world import Crash, MemoryWorld
+from tests.simulated_machine import eventually
 from tests.test_agent import stages
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Machine, Target
+    from tests.simulated_machine import Machine, Target
 
 RUNNING, CHECKPOINTED, DISARMED = State.RUNNING, State.CHECKPOINTED, State.DISARMED
 

@@ -8,11 +8,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from gpuckpt.model import State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_agent import job, stages, states, whole
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 
 def three_come(machine: Machine, meeting: str) -> None:

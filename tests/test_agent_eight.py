@@ -35,11 +35,11 @@ from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Call, State
-from tests.conftest import SIMTARGET, eventually, make_machine
+from tests.simulated_machine import SIMTARGET, eventually, make_machine
 from tests.test_agent import done, stages, states, whole
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 SIZE = 8
 #: A rank that forks once it has its agent, and says so by a file. The child lives as long as it does.

@@ -10,11 +10,11 @@ import pytest
 
 from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.model import State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_agent import stages
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine, Target
+    from tests.simulated_machine import Machine, Target
 
 #: A rank that comes to no safe point but where it waits for its next command, in an idle block of its own thread.
 PROGRAM = """

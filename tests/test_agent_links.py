@@ -21,11 +21,11 @@ from gpuckpt.agent.server import Agent
 from gpuckpt.inspect import processes
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import ProcessId, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_agent import job, stages, whole
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 
 def test_nobody_else_answers_for_a_process(machine4: Machine) -> None:

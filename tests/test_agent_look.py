@@ -17,13 +17,13 @@ from gpuckpt.agent.client import Agents, Hello, Link
 from gpuckpt.agent.server import Agent
 from gpuckpt.inspect import processes
 from gpuckpt.model import State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_agent import job, whole
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Machine, Target
+    from tests.simulated_machine import Machine, Target
 
 Run = Callable[..., Any]
 

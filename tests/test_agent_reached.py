@@ -14,7 +14,7 @@ from tests.test_agent import job
 if TYPE_CHECKING:
     import pytest
 
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 
 def test_an_agent_without_a_descriptor_is_not_lost(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ import pytest
 
 from gpuckpt.inspect import processes
 from gpuckpt.model import State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine, Result, Target
+    from tests.simulated_machine import Machine, Result, Target
 
 TREE = Path(__file__).parent / "vllm_tree"
 SERVE = (sys.executable, "-W", "ignore", "-m", "vllm.serve")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpuckpt.model import GIB, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_agent_vllm import serve
 from tests.test_offload import steps
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine, Result
+    from tests.simulated_machine import Machine, Result
     from tests.test_agent_vllm import Server
 
 ALONE = ("-tp", "1", "--enable-sleep-mode")

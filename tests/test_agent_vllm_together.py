@@ -20,14 +20,14 @@ from gpuckpt.agent import protocol, vllm_together
 from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_agent_vllm import TREE, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from gpuckpt.agent.client import AgentPending
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
     from tests.test_agent_vllm import Server
 
 

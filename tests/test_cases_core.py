@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from gpuckpt.inspect import ranks
 from gpuckpt.model import Call, Rank, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_cli_concurrent import waits_for
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine, Target
+    from tests.simulated_machine import Machine, Target
 
 
 def test_a_failed_memory_query_is_not_an_empty_card(machine: Machine) -> None:

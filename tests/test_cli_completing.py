@@ -12,7 +12,7 @@ import pytest
 
 from gpuckpt.cli import completing
 from gpuckpt.cli.main import main
-from tests.conftest import Machine
+from tests.simulated_machine import Machine
 
 
 @pytest.fixture

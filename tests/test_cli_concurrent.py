@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpuckpt.model import Call, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine, Running, Target
+    from tests.simulated_machine import Machine, Running, Target
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpuckpt import errors
-from tests.conftest import Machine
+from tests.simulated_machine import Machine
 
 
 @pytest.mark.parametrize("word", ["gpu-memory", "[gpu-memory]"])

@@ -10,11 +10,11 @@ import pytest
 
 from gpuckpt.driver.simulated_proc import now_s
 from gpuckpt.model import Call, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_cli_concurrent import held, waits_for
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine, Running, Target
+    from tests.simulated_machine import Machine, Running, Target
 
 SIGNALS = pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 

@@ -13,11 +13,11 @@ import pytest
 
 from gpuckpt.journal import state_directory
 from gpuckpt.model import GIB, Call, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_cli_targets import no_pid
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 #: Another user, who can read the interpreter wherever it lies.
 STRANGER = "setpriv --reuid 12345 --regid 12345 --clear-groups --inh-caps +dac_read_search --ambient-caps +dac_read_search".split()

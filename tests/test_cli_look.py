@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from gpuckpt.cli.main import COMMANDS, main
 from gpuckpt.driver.api import DriverVersion
 from gpuckpt.model import GIB, Call, GpuBytes, State
-from tests.conftest import COMMAND, Result, eventually
+from tests.simulated_machine import COMMAND, Result, eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 COMMON = {"schema", "command", "ok", "simulated", "processes", "seconds", "steps", "hazards", "warnings", "already", "error"}
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpuckpt.model import GIB, Call, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 
 def test_it_computes_on(machine2: Machine) -> None:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpuckpt.model import State
-from tests.conftest import COMMAND
+from tests.simulated_machine import COMMAND
 from tests.test_cli_targets import no_pid
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 
 def sh(machine: Machine, script: str, stdout: int = subprocess.PIPE, **environ: str) -> subprocess.CompletedProcess[str]:

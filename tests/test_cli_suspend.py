@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from gpuckpt.model import GIB, State
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 
 def test_the_bytes_leave_and_the_process_lives(machine: Machine) -> None:

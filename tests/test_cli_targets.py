@@ -14,10 +14,10 @@ import pytest
 
 from gpuckpt.inspect.processes import table
 from gpuckpt.model import State
-from tests.conftest import COMMAND, SIMTARGET, eventually
+from tests.simulated_machine import COMMAND, SIMTARGET, eventually
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 #: A process with a thread of its own; prints the thread's id.
 THREADED = """

@@ -7,7 +7,7 @@ import fcntl
 import pytest
 
 from gpuckpt.cli.main import COMMANDS
-from tests.conftest import Machine
+from tests.simulated_machine import Machine
 
 
 @pytest.mark.parametrize("command", [("ps",), ("status",), ("is-suspended", 4242), ("doctor",)])

@@ -9,7 +9,7 @@ import pytest
 from gpuckpt.image import preload
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, ProcessId
-from tests.conftest import Machine, Target, eventually
+from tests.simulated_machine import Machine, Target, eventually
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gpuckpt.image import preload
-from tests.conftest import eventually
 from tests.image_machine import COMPILE, MIB, Program, Start, build
+from tests.simulated_machine import eventually
 
 SIZE = 64 * MIB
 

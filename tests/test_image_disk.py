@@ -15,10 +15,11 @@ import pytest
 
 from gpuckpt.image import preload
 from gpuckpt.model import State
-from tests.conftest import BuiltOnce, Machine, Target, eventually
+from tests.conftest import BuiltOnce
 from tests.image_machine import SHARED
 from tests.memory_machine import Fault
 from tests.schedules import Player, Proc, Schedule, Step
+from tests.simulated_machine import Machine, Target, eventually
 from tests.test_image_keep import dropped, keep, process, with_library
 
 pytestmark = pytest.mark.skipif(bool(preload.problem()), reason="installed without a compiler")

@@ -12,8 +12,8 @@ import pytest
 
 from gpuckpt.doctor import memory
 from gpuckpt.image import paths, preload
-from tests.conftest import COMMAND
 from tests.machines import Machine
+from tests.simulated_machine import COMMAND
 
 SAYS = "gpuckpt exec: preload library"
 

@@ -18,9 +18,9 @@ from gpuckpt.image.page import Unavailable
 from gpuckpt.inspect import processes
 from gpuckpt.model import GIB, GpuBytes, GpuProcess, HostRoom, ProcessId, Report, State
 from gpuckpt.overview import Overview, Row
-from tests.conftest import COMMAND, eventually
 from tests.image_machine import MIB, Program, Start
 from tests.machines import Machine as Laid
+from tests.simulated_machine import COMMAND, eventually
 
 SIZE = 32 * MIB
 

@@ -13,7 +13,7 @@ import pytest
 
 from gpuckpt.image import preload
 from gpuckpt.model import State
-from tests.conftest import Machine, Result, Target, eventually
+from tests.simulated_machine import Machine, Result, Target, eventually
 
 
 @pytest.fixture

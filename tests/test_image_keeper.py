@@ -16,8 +16,8 @@ import pytest
 from gpuckpt.image import keeper, page, preload
 from gpuckpt.image.keeper import Keeper, Unanswered
 from gpuckpt.image.page import Unavailable
-from tests.conftest import eventually
 from tests.image_machine import MIB, Mapped, Program, Start, is_plain
+from tests.simulated_machine import eventually
 
 SIZE = 64 * MIB
 

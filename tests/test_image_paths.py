@@ -13,9 +13,9 @@ from gpuckpt.image import paths
 from gpuckpt.image.preload import Image, Result, Verdict
 from gpuckpt.model import GIB, Report
 from tests import schedules
-from tests.conftest import Machine
 from tests.memory_world import MemoryWorld
 from tests.schedules import Player, Proc, Schedule
+from tests.simulated_machine import Machine
 
 SEEN = Result(0, (), 0, 0, Verdict.NOTHING, 0, 0, 0, 0.0, 0, False, 0, 0, 0, 0)
 

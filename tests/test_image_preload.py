@@ -11,8 +11,8 @@ import pytest
 
 from gpuckpt.image import preload
 from gpuckpt.image.preload import Unavailable, Verdict
-from tests.conftest import eventually
 from tests.image_machine import MIB, SIZE, Program, Start, is_image, is_plain
+from tests.simulated_machine import eventually
 
 MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE, MAP_POPULATE = 0x02, 0x10, 0x20, 0x4000, 0x8000
 IMAGE = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE

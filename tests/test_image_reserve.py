@@ -11,9 +11,9 @@ from gpuckpt.image import keeper, memory, preload, reserve
 from gpuckpt.image.page import Unavailable
 from gpuckpt.image.preload import Verdict
 from gpuckpt.model import Call
-from tests.conftest import eventually
 from tests.image_machine import MIB, Program, Start, is_image, is_plain
 from tests.image_suspended import NBYTES, Suspended
+from tests.simulated_machine import eventually
 
 SIZE = 64 * MIB
 

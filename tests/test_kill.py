@@ -23,7 +23,7 @@ import pytest
 from gpuckpt.driver.simulated import SimulatedWorldDir
 from gpuckpt.model import State
 from tests import zygote
-from tests.conftest import COMMAND
+from tests.simulated_machine import COMMAND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

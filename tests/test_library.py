@@ -12,7 +12,7 @@ import gpuckpt
 from gpuckpt import errors
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 
 @pytest.fixture

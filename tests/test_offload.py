@@ -9,11 +9,11 @@ import pytest
 
 from gpuckpt.model import GIB, State
 from gpuckpt.reporting import growing
-from tests.conftest import eventually
+from tests.simulated_machine import eventually
 from tests.test_agent import stages
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine, Result, Target
+    from tests.simulated_machine import Machine, Result, Target
 
 POOL = ("--gib", "2", "--pool", "weights=6", "--pool", "cache=4")
 ALL, REST = 12 * GIB, 2 * GIB

@@ -15,8 +15,8 @@ import pytest
 
 from gpuckpt.model import Call, State
 from gpuckpt.rendezvous.coordinator import STEPS
-from tests.conftest import Machine, eventually
 from tests.hosts import Cluster
+from tests.simulated_machine import Machine, eventually
 from tests.tcp_store import TCP_STORES, answers, free_port, needs_torch, serving, silence, use_tcp_store
 
 RUNNING, LOCKED, CHECKPOINTED = State.RUNNING, State.LOCKED, State.CHECKPOINTED

@@ -6,8 +6,8 @@ import signal
 import socket
 import subprocess
 
-from tests.conftest import COMMAND, eventually
 from tests.serving import Stage, alive, stage
+from tests.simulated_machine import COMMAND, eventually
 
 __all__ = ["stage"]
 

@@ -13,8 +13,8 @@ from gpuckpt import errors
 from gpuckpt.cli.common import Size
 from gpuckpt.image import preload
 from gpuckpt.supervisor.budget import Budget
-from tests.conftest import COMMAND, Machine, eventually
 from tests.serving import Stage, stage
+from tests.simulated_machine import COMMAND, Machine, eventually
 
 __all__ = ["stage"]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from gpuckpt.model import State
-from tests.conftest import COMMAND, eventually
 from tests.serving import PATIENCE_S, Serving, Stage, alive, make_stage, stage
+from tests.simulated_machine import COMMAND, eventually
 
 __all__ = ["stage"]
 

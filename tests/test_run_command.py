@@ -14,10 +14,10 @@ from gpuckpt import errors
 from gpuckpt.image import preload
 from gpuckpt.supervisor import paths, places, vllm
 from gpuckpt.supervisor.traffic import Expired, Full, Traffic, Unavailable
-from tests.conftest import COMMAND
+from tests.simulated_machine import COMMAND
 
 if TYPE_CHECKING:
-    from tests.conftest import Machine
+    from tests.simulated_machine import Machine
 
 SERVE = ["vllm", "serve", "Qwen/Qwen3-8B"]
 

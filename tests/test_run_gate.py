@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.conftest import eventually
 from tests.serving import Serving, Stage, make_stage, stage
+from tests.simulated_machine import eventually
 
 __all__ = ["stage"]
 

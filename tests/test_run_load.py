@@ -12,8 +12,8 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.conftest import eventually
 from tests.serving import Stage, stage
+from tests.simulated_machine import eventually
 
 __all__ = ["stage"]
 

@@ -15,8 +15,8 @@ import pytest
 
 from gpuckpt import errors
 from gpuckpt.supervisor.admin import read_token
-from tests.conftest import COMMAND, eventually
 from tests.serving import Serving, Stage, stage
+from tests.simulated_machine import COMMAND, eventually
 
 __all__ = ["stage"]
 

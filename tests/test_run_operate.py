@@ -14,8 +14,8 @@ import pytest
 from gpuckpt.supervisor import operate
 from gpuckpt.supervisor.keeper import descendants
 from gpuckpt.supervisor.operate import Worker
-from tests.conftest import Machine, eventually
 from tests.serving import Serving, Stage, alive, stage
+from tests.simulated_machine import Machine, eventually
 
 __all__ = ["stage"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from tests.conftest import eventually
 from tests.serving import Stage, stage
+from tests.simulated_machine import eventually
 
 __all__ = ["stage"]
 

@@ -20,8 +20,8 @@ import pytest
 from gpuckpt.supervisor import notify
 from gpuckpt.supervisor.model import RunState
 from gpuckpt.supervisor.places import alive
-from tests.conftest import COMMAND, eventually
 from tests.serving import Stage, stage
+from tests.simulated_machine import COMMAND, eventually
 
 __all__ = ["stage"]
 

@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import eventually
 from tests.serving import Serving, Stage, stage2
+from tests.simulated_machine import eventually
 
 __all__ = ["stage2"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import COMMAND, eventually
 from tests.serving import Serving, Stage, stage
+from tests.simulated_machine import COMMAND, eventually
 
 __all__ = ["stage"]
 

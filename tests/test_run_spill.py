@@ -15,8 +15,8 @@ from gpuckpt.model import ProcessReport, Report
 from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.holdings import Holdings
 from gpuckpt.supervisor.operate import Worker
-from tests.conftest import Machine, eventually
 from tests.serving import Serving, Stage, stage
+from tests.simulated_machine import Machine, eventually
 
 __all__ = ["stage"]
 

@@ -14,8 +14,8 @@ import pytest
 
 from gpuckpt.model import Call
 from gpuckpt.supervisor.keeper import descendants
-from tests.conftest import eventually
 from tests.serving import Serving, Stage, stage
+from tests.simulated_machine import eventually
 
 __all__ = ["stage"]
 

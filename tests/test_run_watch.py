@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import eventually
 from tests.serving import Serving, Stage, free_port, make_stage
+from tests.simulated_machine import eventually
 
 
 def upstream(place: Stage, *options: str, name: str = "m", fake: tuple[str, ...] = ()) -> Serving:
