@@ -13,6 +13,7 @@ import pytest
 
 from gpuckpt.image import keeper, preload
 from tests import image_machine
+from tests.hosts import Cluster
 from tests.image_suspended import Suspended
 from tests.nccl_programs import compile_fakes, program
 from tests.simulated_bench import Bench
@@ -127,3 +128,19 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path / "sim")
     yield made
     made.end()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters: ``cluster(hosts, puppets=0)``."""
+    made: list[Cluster] = []
+
+    def make(hosts: int, **options: int) -> Cluster:
+        made.append(Cluster.make(tmp_path / str(len(made)), hosts, **options))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for c in made:
+            c.close()

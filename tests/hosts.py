@@ -16,7 +16,7 @@ from gpuckpt.rendezvous.coordinator import Body, Coordinator, Get, Moment, Put, 
 from gpuckpt.rendezvous.file import FileStore
 from gpuckpt.rendezvous.seal import Seal
 from gpuckpt.rendezvous.store import Store
-from tests.simulated_machine import DEADLINE_S, Machine, Result, Running, Target
+from tests.simulated_machine import DEADLINE_S, Machine, Result, Running, Target, eventually
 
 T = TypeVar("T")
 
@@ -161,3 +161,10 @@ class Puppet:
 
 
 Step = Callable[[Cluster], None]
+
+
+def waits(c: Cluster, node: int) -> None:
+    place = c.path / "shared" / c.name
+    eventually(
+        lambda: place.is_dir() and any(p.name.endswith(f"inspect.{node}") for p in place.iterdir()), f"node {node} waits for the others"
+    )

@@ -194,7 +194,7 @@ def test_a_store_whose_host_says_nothing_is_lost(kind: str, monkeypatch: pytest.
 
 @needs_torch
 def test_two_hosts_over_c10d(tmp_path: Path) -> None:
-    """With a fake of torch's store see test_rendezvous.py."""
+    """With a fake of torch's store see test_rendezvous_bad_days.py."""
     c = Cluster.make(tmp_path, 2)
     try:
         c.one_job(1)
