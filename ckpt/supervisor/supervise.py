@@ -102,85 +102,81 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
         log.error("cannot listen: %s", e.strerror or e)
         return EXIT_OWN_FAILURE
     try:
-        return await _lives(options, prepared, place, environ, signals, control, childless)
+        return await _Lives(options, prepared, place, environ, signals, control, childless).until_the_end()
     finally:
         await control.close()
 
 
-async def _lives(
-    options: Options,
-    prepared: vllm.Prepared,
-    place: Place,
-    environ: Mapping[str, str],
-    signals: asyncio.Queue[int],
-    control: ControlServer,
-    childless: Childless,
-) -> int:
-    failures = 0
-    while True:
-        begun = time.monotonic()
-        code, ended, address = await _one_life(options, prepared, place, environ, signals, control, childless)
-        failures = 1 if time.monotonic() - begun > SOUND_S else failures + 1
-        if ended or code == 0 or not options.restart or failures > RESTARTS:
-            return code
-        delay_s = min(RESTART_MOST_S, RESTART_S * 2 ** (failures - 1))
-        log.warning("it ended with %d; started again in %g s (%d of %d)", code, delay_s, failures, RESTARTS)
-        notify(f"STATUS=ended with {code}, is started again")
-        if await childless.until_again(code, delay_s):
-            return code
-        if address is not None:  # the port, which may have been chosen for it; the host as it was given, for it may be several addresses
-            options = dataclasses.replace(options, listen=(options.listen[0], address[1]))
-        place.clear()
+@dataclass
+class _Lives:
+    """A run from its first start to its last end: the command may be started again."""
 
+    options: Options
+    prepared: vllm.Prepared
+    place: Place
+    environ: Mapping[str, str]
+    signals: asyncio.Queue[int]
+    control: ControlServer
+    childless: Childless
 
-async def _one_life(
-    options: Options,
-    prepared: vllm.Prepared,
-    place: Place,
-    environ: Mapping[str, str],
-    signals: asyncio.Queue[int],
-    control: ControlServer,
-    childless: Childless,
-) -> tuple[int, bool, tuple[str, int] | None]:
-    """From a start of the command to its end: what to exit with, whether it was told to end, and where the gate was."""
-    adopted, place.adopted = place.adopted, None
-    if adopted is not None:
-        child = await Child.adopt(adopted.connection, adopted.child)
-        supervised = _Supervised(options, prepared, place, child, adopted.facts)
-        log.info("adopted pid %d as run %s", child.pid, options.name)
-        return await _live(supervised, signals, control, childless)
-    lease = None
-    if options.sharing.shares:
-        room = _make_room_to_start(options, prepared, environ)
-        lease = await childless.unless_told_to_end(room, AGAIN_S, lambda: still("waiting for its GPU"))
-    adopt_at = place.keeper if options.keep_child else None
-    child = await Child.start(
-        prepared.command, {**environ, **prepared.environ, RUN_VARIABLE: options.name}, name_fd=place.lock_fd, adopt_at=adopt_at
-    )
-    log.info("started pid %d as run %s%s", child.pid, options.name, ", preload library on" if "preload" in prepared.changes else "")
-    supervised = _Supervised(options, prepared, place, child)
-    if lease is not None:
-        supervised.run.stand_by(_release_when_started(supervised.run, lease))
-    return await _live(supervised, signals, control, childless)
+    async def until_the_end(self) -> int:
+        """Returns what to exit with."""
+        failures = 0
+        while True:
+            begun = time.monotonic()
+            code, ended, address = await self._live(await self._begin())
+            failures = 1 if time.monotonic() - begun > SOUND_S else failures + 1
+            if ended or code == 0 or not self.options.restart or failures > RESTARTS:
+                return code
+            delay_s = min(RESTART_MOST_S, RESTART_S * 2 ** (failures - 1))
+            log.warning("it ended with %d; started again in %g s (%d of %d)", code, delay_s, failures, RESTARTS)
+            notify(f"STATUS=ended with {code}, is started again")
+            if await self.childless.until_again(code, delay_s):
+                return code
+            if (
+                address is not None
+            ):  # the port, which may have been chosen for it; the host as it was given, for it may be several addresses
+                self.options = dataclasses.replace(self.options, listen=(self.options.listen[0], address[1]))
+            self.place.clear()
 
+    async def _begin(self) -> _Supervised:
+        """Adopt the child that is there, or start one, once its GPU is free."""
+        options, prepared, place = self.options, self.prepared, self.place
+        adopted, place.adopted = place.adopted, None
+        if adopted is not None:
+            child = await Child.adopt(adopted.connection, adopted.child)
+            log.info("adopted pid %d as run %s", child.pid, options.name)
+            return _Supervised(options, prepared, place, child, adopted.facts)
+        lease = None
+        if options.sharing.shares:
+            room = _make_room_to_start(options, prepared, self.environ)
+            lease = await self.childless.unless_told_to_end(room, AGAIN_S, lambda: still("waiting for its GPU"))
+        adopt_at = place.keeper if options.keep_child else None
+        environ = {**self.environ, **prepared.environ, RUN_VARIABLE: options.name}
+        child = await Child.start(prepared.command, environ, name_fd=place.lock_fd, adopt_at=adopt_at)
+        log.info("started pid %d as run %s%s", child.pid, options.name, ", preload library on" if "preload" in prepared.changes else "")
+        supervised = _Supervised(options, prepared, place, child)
+        if lease is not None:
+            supervised.run.stand_by(_release_when_started(supervised.run, lease))
+        return supervised
 
-async def _live(
-    supervised: _Supervised, signals: asyncio.Queue[int], control: ControlServer, childless: Childless
-) -> tuple[int, bool, tuple[str, int] | None]:
-    _many_files()
-    gc.freeze()  # what is there now stays to the end: no collection need look through it while requests wait
-    control.answer = supervised.answer
-    if childless.told_to_stop:  # while the command was being started
-        supervised.run.told_to_stop = True
-        await supervised.run.stop()
-    try:
-        code = await supervised.live(signals)
-    finally:
-        childless.words = lambda: "the command has ended"
-        control.answer = childless.answer
-        await supervised.close()
-    ended = supervised.run.told_to_stop or childless.told_to_stop
-    return code, ended, supervised.gate.address if supervised.gate else None
+    async def _live(self, supervised: _Supervised) -> tuple[int, bool, tuple[str, int] | None]:
+        """To the child's end: what to exit with, whether it was told to end, and where the gate was."""
+        childless, control = self.childless, self.control
+        _many_files()
+        gc.freeze()  # what is there now stays to the end: no collection need look through it while requests wait
+        control.answer = supervised.answer
+        if childless.told_to_stop:  # while the command was being started
+            supervised.run.told_to_stop = True
+            await supervised.run.stop()
+        try:
+            code = await supervised.live(self.signals)
+        finally:
+            childless.words = lambda: "the command has ended"
+            control.answer = childless.answer
+            await supervised.close()
+        ended = supervised.run.told_to_stop or childless.told_to_stop
+        return code, ended, supervised.gate.address if supervised.gate else None
 
 
 class _Supervised:
