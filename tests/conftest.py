@@ -144,3 +144,12 @@ def cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
     finally:
         for c in made:
             c.close()
+
+
+@pytest.fixture
+def uvm(tmp_path: Path) -> Path:
+    """What stands for the device file of GPU memory."""
+    path = tmp_path / "dev/nvidia-uvm"
+    path.parent.mkdir()
+    path.write_bytes(bytes(4096))
+    return path

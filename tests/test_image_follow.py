@@ -26,14 +26,6 @@ SIZE = 32 * MIB
 
 
 @pytest.fixture
-def uvm(tmp_path: Path) -> Path:
-    path = tmp_path / "dev/nvidia-uvm"
-    path.parent.mkdir()
-    path.write_bytes(bytes(4096))
-    return path
-
-
-@pytest.fixture
 def program(start_program: Start, uvm: Path) -> Program:
     found = start_program(**{reserve.VARIABLE: reserve.FIXED})
     assert found.ask(f"gpu {uvm}") == ["0"]

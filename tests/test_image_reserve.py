@@ -24,15 +24,6 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def uvm(tmp_path: Path) -> Path:
-    """What stands for the device file of GPU memory."""
-    path = tmp_path / "dev/nvidia-uvm"
-    path.parent.mkdir()
-    path.write_bytes(bytes(4096))
-    return path
-
-
-@pytest.fixture
 def ready(start_program: Start, uvm: Path) -> Program:
     """A program with GPU memory, that keeps 64 MiB ready."""
     return begin(start_program, uvm)
