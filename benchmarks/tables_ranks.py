@@ -6,8 +6,8 @@ import statistics
 
 from documents import DOCS, UNTESTED, result, source, spread
 
-#: What a suspend and a resume took in the probe of it that came before the first line of gpuckpt, in seconds, and what it had on its GPUs.
-PROBE_S, PROBE_GIB = (15.1, 5.3), 32
+#: What a suspend and a resume took in the probe of it that came before the first line of gpuckpt, in seconds.
+PROBE_S = (15.1, 5.3)
 
 
 def tensor_parallel() -> str:
@@ -23,13 +23,11 @@ def tensor_parallel() -> str:
         rows.append(f"| `gpuckpt suspend PID`, {what}; {len(runs)} cycles | {gib:.1f} GiB | {times} |")
     seconds = " | ".join(f"{s:.1f} s" for s in PROBE_S)
     rows.append(
-        f"| the probe before it: the same calls by hand, nothing moved beforehand, no preload library | about {PROBE_GIB} GiB | {seconds} |"
+        f"| a probe that came before gpuckpt: NCCL's and the driver's calls by hand, nothing moved beforehand | not recorded | {seconds} |"
     )
     m, preload = found["machine"], "with the preload library" if "exec" in found["command"] else "without the preload library"
     said = f"Two {m['gpu']}, driver {m['driver']}, vLLM {m['versions'].get('vllm')}, {preload} ({source('vllm_tp2', DOCS)})."
-    return "\n".join(
-        [*rows, "", f"{said} The probe ran on such a machine with the same vLLM, and left no file: its figures tell the order, no more."]
-    )
+    return "\n".join([*rows, "", f"{said} The probe ran on two H200 and left no file: its figures tell the order, no more."])
 
 
 def awake_cost() -> str:
