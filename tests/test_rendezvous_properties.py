@@ -101,10 +101,12 @@ def together(hosts: Hosts, resume: bool) -> None:
 
 
 def alone(hosts: Hosts) -> None:
-    """A suspend that ends before this host's vote for the commit leaves nothing behind here, whatever happened to the others."""
+    """A suspend that ends before this host's vote for the commit leaves nothing behind here, whatever happened to the others; but what was
+    interrupted twice is left to itself."""
     for h in hosts.hosts:
         left = [r for r in h.machine.counting() if r.membership and r.membership.phase == "joined"]
-        if h.code is not None and not h.part.faults and all(t.what == "interrupt" for t in h.part.troubles):
+        patient = [t.what for t in h.part.troubles] in ([], ["interrupt"])
+        if h.code is not None and not h.part.faults and patient:
             assert not left, "what was not committed is held"
 
 
