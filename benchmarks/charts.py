@@ -80,11 +80,17 @@ def comparison(document: Mapping[str, Any]) -> str:
     return svg(780, y + 26, "Ways off a GPU and back", parts)
 
 
+#: How much of a run its picture shows, in seconds: what one can see.
+SHOWN_S = 70.0
+
+
 def two_models(document: dict[str, Any]) -> str:
-    """GPU memory over time while two runs share one GPU, and who was asked when: from the moment at which both were up."""
+    """GPU memory over time while two runs share one GPU, and who was asked when: from the moment at which both were up, ``SHOWN_S`` long."""
     begun = next(s for s, words in document["events"] if words == "ask a") - 2
     points = [(max(0.0, s - begun), mib / 1024) for s, mib in document["gpu_mib_over_time"] if s >= begun - 10]
-    last = points[-1][0]
+    whole = points[-1][0]
+    last = min(whole, SHOWN_S)
+    points = [*(p for p in points if p[0] < last), (last, next(gib for s, gib in reversed(points) if s <= last))]
     events = [(s - begun, words) for s, words in document["events"] if begun <= s <= begun + last]
     card = document["checks"]["together they are more than the card"]["seen"]
     left, right, top, bottom = 52, 760, 58, 228
@@ -104,7 +110,7 @@ def two_models(document: dict[str, Any]) -> str:
     parts += [text(right, y(most) - 5, f"the card: {most:.0f} GiB", "small end")]
     free = float(left)  # where the next label may begin
     for seconds, words in events:
-        at, short = x(seconds), words.removeprefix("ask ").split(" for ")[0]
+        at, short = x(seconds), words.removeprefix("ask ").split(" for ")[0].replace("requests at", "at")
         line = f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{bottom}">'
         parts += [f"{line}<title>{seconds:.1f} s: {words}</title></line>"]
         if at >= free and at + 7 * len(short) < right:
@@ -113,9 +119,10 @@ def two_models(document: dict[str, Any]) -> str:
     steps = [points[0], *(p for (_, before), (s, gib) in itertools.pairwise(points) for p in ((s, before), (s, gib)))]
     parts += [f'<polyline class="gpu" points="{" ".join(f"{x(s):.1f},{y(gib):.1f}" for s, gib in steps)}"/>']
     parts += [f'<line class="axis" x1="{left}" x2="{right}" y1="{bottom}" y2="{bottom}"/>']
-    parts += [text(x(s), bottom + 16, f"{s}", "small middle") for s in range(0, int(last), max(1, round(last / 8)))]
+    parts += [text(x(s), bottom + 16, f"{s}", "small middle") for s in range(0, int(last), 10)]
     parts += [text(left - 8, top - 42, "GiB of GPU memory in use, and who is asked"), text(right, bottom + 32, "seconds", "small end")]
     m = document["machine"]
-    words = f"two vllm serve, a {card['a'] / 1024:.0f} GiB and b {card['b'] / 1024:.0f} GiB, gpuckpt run --share"
-    parts += [text(left, bottom + 32, f"{words} · {m['gpu']}, driver {m['driver']}", "small")]
-    return svg(800, 272, "GPU memory over time while two models share one GPU", parts)
+    part = f", the first {last:.0f} of {whole:.0f} s" if last < whole else ""
+    words = f"two vllm serve, a {card['a'] / 1024:.0f} GiB and b {card['b'] / 1024:.0f} GiB, gpuckpt run --share{part}"
+    parts += [text(left, bottom + 50, f"{words} · {m['gpu']}, driver {m['driver']}", "small")]
+    return svg(800, 290, "GPU memory over time while two models share one GPU", parts)
