@@ -1,6 +1,6 @@
 """Draws docs/img/: pictures from benchmarks/results/, and one of a real run of the command line on simulated GPUs.
 
-usage: pictures.py             timeline.svg and memory.svg from cycles.json; ranks.svg from vllm_tp2.json once that has the seconds of each
+usage: pictures.py             memory.svg from cycles.json, timeline.svg from preload_torch.json; ranks.svg from vllm_tp2.json once that has the seconds of each
                                rank; rendezvous.svg, preload.svg, growth.svg, comparison.svg and two_models.svg (run_two_models.json) from the
                                results of their names where there are some; and architecture.svg
        pictures.py --check     exit 1 if they are not what the result file says
@@ -32,21 +32,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def timeline(document: dict[str, Any]) -> str:
     """Where the seconds go: the whole command to scale, and below it what is not the driver's, enlarged."""
-    runs = document["cycles"]
+    runs = document["torch_cycles"]["without"]
     longest = max(median(runs, "suspend_wall_s"), median(runs, "resume_wall_s"))
     left, right = 88, 700
     scale = (right - left) / longest
     parts, y = [], 20
-    for command, moving, own in (
-        ("suspend", "checkpoint", ("inspect", "lock", "re-inspect", "verify")),
-        ("resume", "restore", ("inspect", "room", "unlock")),
-    ):
-        steps = {k: statistics.median(r[f"{command}_steps"].get(k, 0.0) for r in runs) for k in (*own, moving)}
-        wall = median(runs, f"{command}_wall_s")
-        inside = statistics.median(r[f"{command}_s"] - sum(r[f"{command}_steps"].values()) for r in runs)
-        start = statistics.median(r[f"{command}_wall_s"] - r[f"{command}_s"] for r in runs)
-        shown = {"start-up": start, **{k: steps[k] for k in own}, "between the steps": inside}
-        rest = wall - steps[moving]
+    for command, moving, own in (("suspend", "checkpoint", ("lock", "re-inspect", "verify")), ("resume", "restore", ("unlock",))):
+        steps = {k: median(runs, k) for k in (*own, moving)}
+        around = statistics.median(r[f"{command}_wall_s"] - sum(r[k] for k in (*own, moving)) for r in runs)
+        shown = {"start-up, inspection, end": around, **{k: steps[k] for k in own}}
+        rest = statistics.median(r[f"{command}_wall_s"] - r[moving] for r in runs)
         parts += [text(left - 10, y + 17, command, "title end")]
         parts += [box(left, y, rest * scale, 24, "a", f"the rest: {rest:.2f} s")]
         parts += [box(left + rest * scale, y, steps[moving] * scale, 24, "driver", f"{moving}: {steps[moving]:.2f} s")]
@@ -59,7 +54,7 @@ def timeline(document: dict[str, Any]) -> str:
             f'<polygon class="zoom" points="{left},{y + 24} {left + rest * scale:.1f},{y + 24} {left + wide},{y + 44} {left},{y + 44}"/>'
         ]
         x = float(left)
-        for (name, seconds), css in zip(shown.items(), ("d", "a", "b", "c", "b", "d"), strict=False):
+        for (name, seconds), css in zip(shown.items(), ("d", "a", "b", "c"), strict=False):
             width = seconds / sum(shown.values()) * wide
             parts += [box(x, y + 44, width, 16, css, f"{name}: {seconds * 1000:.0f} ms")]
             x += width
@@ -67,13 +62,13 @@ def timeline(document: dict[str, Any]) -> str:
         parts += [text(left, y + 76, f"the other {rest * 1000:.0f} ms, enlarged: {words}", "small")]
         y += 104
     m = document["machine"]
-    gib = max(r["gpu_bytes"] for r in runs) / 2**30
+    gib = max(r["used_mib"] for r in runs) / 1024
     huge_pages = m["thp"].partition("[")[2].partition("]")[0]
     parts += [
         text(
             left,
             y + 2,
-            f"torch process, {gib:.1f} GiB on the GPU, median of {len(runs)} cycles · {m['gpu']}, driver {m['driver']}, huge pages {huge_pages}",
+            f"torch process, {gib:.1f} GiB on the GPU, medians of {len(runs)} cycles · {m['gpu']}, driver {m['driver']}, huge pages {huge_pages}",
             "small",
         )
     ]
@@ -251,7 +246,7 @@ def drawings() -> dict[str, str]:
     """Every picture that is drawn from what is in this tree."""
     found = {"architecture.svg": architecture()}
     for name, draw, result in (
-        ("timeline.svg", timeline, "cycles"),
+        ("timeline.svg", timeline, "preload_torch"),
         ("memory.svg", memory, "cycles"),
         ("rendezvous.svg", rendezvous, "rendezvous"),
         ("preload.svg", preload, "preload_torch"),
