@@ -6,12 +6,14 @@ stay until it is dismissed, doing one job after the other.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gpuckpt.agent import signals
 from gpuckpt.agent.communicators import AsFoundError, Communicators
 
 
@@ -92,12 +94,13 @@ class Place:
 
     def end_rest(self) -> None:
         """The program wants to go on with its GPU: returns when nobody stands or looks for it any more."""
-        with self._standing:
+        with signals.deferred() if self._standing.locked() else contextlib.nullcontext(), self._standing:
             self.rest = None
 
     def _attend(self, *, stands: bool) -> None:
         if self.called and stands:
-            self._stand()
+            with signals.deferred():
+                self._stand()
         elif self._looking and self._asked != self._taken:
             self._taken = self._asked
             self.tell(Done(self.visit, "look", result=self._look()))
