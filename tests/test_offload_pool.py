@@ -13,7 +13,7 @@ import gpuckpt.pool as pool
 from gpuckpt.agent import vllm_memory, vllm_pool
 from gpuckpt.agent.memory import PoolMemory
 from tests.pool_machine import GRANULARITY, OUT_OF_MEMORY, Gpu
-from tests.pool_torch import Torch, gpu, torch, under, where
+from tests.pool_torch import Graph, Torch, gpu, torch, under, where
 
 __all__ = ["gpu", "torch"]
 
@@ -73,6 +73,38 @@ def test_a_failure_can_be_tried_again(gpu: Gpu, torch: Torch, what: str) -> None
     memory.onload()
     assert [t.content() for t in made] == content
     assert set(where().values()) == {"gpu"}
+
+
+def test_graphs_released_before_and_captured_anew_after(gpu: Gpu, torch: Torch) -> None:
+    """As docs/pool.md has it, with a capture that fails once."""
+    weights, graph, made, trouble = under(torch, "weights", b"w" * 100), Graph(), [], [RuntimeError("not now")]
+
+    class Recaptured(PoolMemory):
+        def offload(self) -> dict[str, int]:
+            made.clear()
+            graph.reset()
+            pool.drop_graphs()
+            return super().offload()
+
+        def onload(self) -> None:
+            super().onload()
+            if trouble:
+                raise trouble.pop()
+            capture()
+
+    def capture() -> None:
+        with pool.cuda_graph(graph):
+            made.append(torch.empty(GRANULARITY))
+
+    capture()
+    memory = Recaptured()
+    assert memory.offload() == {"kept_bytes": GRANULARITY, "dropped_bytes": 0}
+    assert (where(), gpu.held.used) == ({"weights": "host"}, (0, 0))
+    with pytest.raises(RuntimeError, match="not now"):
+        memory.onload()
+    memory.onload()
+    assert where() == {"weights": "gpu", "cudagraph": "gpu"}
+    assert weights.content().startswith(b"w" * 100)
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])

@@ -126,6 +126,10 @@ def test_what_makes_no_sense_is_said_and_nothing_moves(gpu: Gpu, torch: Torch, c
 def test_without_tags_there_is_nothing_to_do(torch: Torch) -> None:
     assert pool.sleep().seconds == pool.wake().seconds == 0
     assert (pool.stats(), pool.asleep(), pool.active(), pool.trim()) == ((), frozenset(), False, 0)
+    met: list[str] = []
+    pool.sleep(barrier=lambda: met.append("sleep"))
+    pool.wake(barrier=lambda: met.append("wake"))
+    assert met == ["sleep", "sleep", "wake", "wake"], "other ranks have tags, and wait"
     with pytest.raises(ValueError, match="no tag mine"):
         pool.wake(("mine",))
 
@@ -346,6 +350,22 @@ def test_ranks_that_sleep_by_calls_of_their_own_meet_before_and_after(gpu: Gpu, 
     with pytest.raises(PoolError, match="cuMemUnmap on GPU 0 failed with CUDA error 999 during sleep"):
         pool.sleep(barrier=lambda: met.append(where()["weights"]))
     assert met[4:] == ["gpu", "gpu"]
+    with pool.tag("runtime"), pytest.raises(PoolError, match="inside the tag"):
+        pool.sleep(barrier=lambda: met.append("too early"))
+    assert met[6:] == ["too early"] * 2
+    assert kept.nbytes
+
+
+def test_a_barrier_that_fails_is_not_met_again(gpu: Gpu, torch: Torch) -> None:
+    kept, met = under(torch, "weights"), []
+
+    def barrier() -> None:
+        met.append(where()["weights"])
+        raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        pool.sleep(barrier=barrier)
+    assert (met, where()) == (["gpu"], {"weights": "gpu"})
     assert kept.nbytes
 
 

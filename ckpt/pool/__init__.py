@@ -125,15 +125,16 @@ def sleep(
     _refuse_discard(drop)
     tags = _ours()
     if tags is None:
-        return Moved(0.0, 0, 0, 0)
+        with _meeting(barrier):
+            return Moved(0.0, 0, 0, 0)
     if discard is None:
         drop = _LEVELS[level] - keep
     begun = time.perf_counter()
-    with tags.still("sleep"):
+    with _meeting(barrier) as meet, tags.still("sleep"):
         tags.settle()
         settled = time.perf_counter()
-        with _between(barrier):
-            moved = tags.allocator.sleep({t: "discard" if t in drop else "offload" for t in tags.allocator.tags})
+        meet()
+        moved = tags.allocator.sleep({t: "discard" if t in drop else "offload" for t in tags.allocator.tags})
     phases = {"settle": settled - begun, **moved.phases}
     return dataclasses.replace(moved, seconds=time.perf_counter() - begun, phases=phases)
 
@@ -166,9 +167,11 @@ def wake(tags: Iterable[str] | None = None, *, barrier: Callable[[], object] | N
     _refuse_unknown(wanted)
     ours = _ours()
     if ours is None:
-        return Moved(0.0, 0, 0, 0)
+        with _meeting(barrier):
+            return Moved(0.0, 0, 0, 0)
     begun = time.perf_counter()
-    with ours.still("wake"), _between(barrier):
+    with _meeting(barrier) as meet, ours.still("wake"):
+        meet()
         moved = ours.allocator.wake(wanted)
     return dataclasses.replace(moved, seconds=time.perf_counter() - begun)
 
@@ -261,15 +264,23 @@ def _ours() -> Tags | None:
 
 
 @contextlib.contextmanager
-def _between(barrier: Callable[[], object] | None) -> Iterator[None]:
-    """Met before and after, by a rank that fails as well: the others wait for it."""
-    if barrier is not None:
-        barrier()
+def _meeting(barrier: Callable[[], object] | None) -> Iterator[Callable[[], None]]:
+    """Ranks meet twice: where what this gives is called, and at the end. One that fails, however early, meets the others all the same:
+    they wait for it. Where the barrier itself fails there is no other."""
+    left = [] if barrier is None else [barrier, barrier]
+
+    def meet() -> None:
+        try:
+            left.pop()()
+        except BaseException:
+            left.clear()
+            raise
+
     try:
-        yield
+        yield lambda: meet() if left else None
     finally:
-        if barrier is not None:
-            barrier()
+        while left:
+            meet()
 
 
 def _known() -> tuple[str, ...]:
