@@ -141,6 +141,12 @@ static long map(void)
     return result;
 }
 
+/* Or about to be: who asked may have looked before that. */
+static int suspended(void)
+{
+    return (atomic_load(&page.operation) && now_ns(CLOCK_BOOTTIME) < page.expires_ns) || page.images;
+}
+
 /* Have the first *nbytes* writable. */
 static long open_up(size_t nbytes)
 {
@@ -341,7 +347,7 @@ long reserve_order(uint64_t nbytes, int as_the_last)
             release();
         else {
             shrink(wanted);
-            result = page.area ? 0 : map();
+            result = page.area ? 0 : suspended() ? -EBUSY : map();
             if (result == 0)
                 result = open_up(wanted);
             if (result < 0)
