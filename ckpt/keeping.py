@@ -236,6 +236,10 @@ def _calls(walk: Walk, call: Call, specs: Mapping[ProcessId, Mapping[str, Any]])
             done[process] = outcome.image or {}
         else:
             failures.append(Failure(process, _error(call, process, outcome)))
+        if call is Call.STORE and outcome.result == "VANISHED":
+            from gpuckpt.image import keeper
+
+            keeper.let_go(process)  # of a file half-written that has no name any more: nobody else would, until the resume
     return done, failures
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-PROGRAM = '''
+PROGRAM = """
 import os, signal, sys, threading, time
 import gpuckpt.agent
 from gpuckpt.agent.client import Agents
@@ -63,7 +63,7 @@ except Interrupt:
 assert over.wait(20)
 assert log == ["offload", "onload", "unquiesce", "interrupted"], log
 assert signal.getsignal(signal.SIGUSR1) is interrupt
-'''
+"""
 
 
 @pytest.mark.parametrize("where", ["here", "idle"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -19,7 +20,7 @@ from gpuckpt import errors, keeping
 from gpuckpt.image import file, keeper, memory, preload
 from gpuckpt.image.file import Region
 from gpuckpt.inspect import processes
-from gpuckpt.model import Call, ProcessId
+from gpuckpt.model import Call, Outcome, ProcessId
 from tests.image_machine import MIB, Program, Start
 from tests.image_suspended import NBYTES, OPERATION, Suspended
 
@@ -113,6 +114,21 @@ def test_a_file_that_is_held_ends_with_the_process(suspended: Suspended) -> None
     suspended.program.process.kill()
     suspended.program.process.wait()
     assert not path.exists()
+
+
+def test_a_writer_that_is_killed_leaves_no_disk_taken(suspended: Suspended) -> None:
+    """The file has lost its name by then, and only its process could tell of it."""
+    suspended.call(Call.STORE)
+    path, process = suspended.opened(), suspended.program.id
+    killed = types.SimpleNamespace(outcome=Outcome("VANISHED"))
+    world = types.SimpleNamespace(interruptions=[], now=lambda: 0.0, start=lambda *_, **__: killed)
+    walk: Any = types.SimpleNamespace(
+        world=world, step=contextlib.nullcontext, record=world, deadline=types.SimpleNamespace(at=0.0), nbytes=0, claims=()
+    )
+    _, (failure,) = keeping._calls(walk, Call.STORE, {process: {}})
+    assert "the process of ours that did it was killed" in failure.error.message
+    assert not path.exists()
+    assert suspended.whole()
 
 
 def test_named_files_of_the_dead_are_swept_and_no_others(named: Suspended, tmp_path: Path) -> None:
