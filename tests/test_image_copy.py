@@ -77,9 +77,12 @@ def test_nobody_else_copies_so(start_program: Start) -> None:
     assert right(program, "fill", image.address, who="thread"), "another thread"
     preload.withdraw(program.id, operation)
     assert right(program, "fill", image.address), "not announced"
-    program.announce(seconds=-1)
+    preload.announce_restore(program.id, program.restore_tid, seconds=-1)
     assert right(program, "fill", image.address), "expired"
     assert program.result.copied == 0
+    preload.announce_restore(program.id, program.restore_tid)
+    assert right(program, "fill", image.address)
+    assert program.result.copied == SIZE, "or all this shows nothing"
 
 
 def test_once_restored_libcuda_has_its_own_memcpy_again(start_program: Start) -> None:
@@ -97,6 +100,21 @@ def test_once_restored_libcuda_has_its_own_memcpy_again(start_program: Start) ->
         assert imports(program) == before
         assert readonly(program) == {"r--p"}
         program.ask(f"unmap {image.address:x} {SIZE}")
+
+
+def test_what_somebody_else_has_put_there_since_stays(start_program: Start) -> None:
+    program = start_program()
+    before, threads = imports(program), program.threads()
+    program.announce()
+    program.map("image", SIZE)
+    ours, theirs = imports(program), b"somebody"
+    at = next(i for i in range(0, len(before), 8) if before[i : i + 8] != ours[i : i + 8])
+    (begin,) = (a for a, _, permissions, _ in mapped(program)[-2:-1] if permissions == "r--p")
+    with open(f"/proc/{program.pid}/mem", "r+b", buffering=0) as memory:
+        os.pwrite(memory.fileno(), theirs, begin + at)
+    preload.forget(program.id)
+    eventually(lambda: program.threads() == threads, "helpers and keeper end")
+    assert imports(program) == before[:at] + theirs + before[at + 8 :]
 
 
 def test_signals_while_copies_are_shared(start_program: Start) -> None:

@@ -268,6 +268,30 @@ def test_what_is_not_for_certain_the_image_is_not_touched(suspended: Suspended, 
         suspended.call(Call.STORE)
 
 
+def test_what_is_not_for_certain_the_image_is_not_written_to(suspended: Suspended) -> None:
+    """The same while the image is on disk."""
+    suspended.keep()
+    suspended.program.ask(f"unmap {suspended.address:x} {NBYTES}")
+    suspended.program.map("both", NBYTES, 0x32, 3, hex(suspended.address))  # fixed
+    with pytest.raises(errors.ImageUnreadable, match="not for certain"):
+        suspended.call(Call.LOAD)
+    assert suspended.program.ask(f"zero {suspended.address:x} {NBYTES}") == ["0"], "its bytes are the program's"
+
+
+def test_the_header_comes_when_the_content_is_on_disk(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[bool] = []
+
+    def flush(fd: int) -> None:
+        try:
+            flushed.append(bool(file.header(fd)))
+        except file.Corrupted:
+            flushed.append(False)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    suspended.call(Call.STORE)
+    assert flushed == [False, True]
+
+
 def test_an_image_that_the_library_did_not_see(start_program: Start, tmp_path: Path) -> None:
     program = start_program()
     with pytest.raises(memory.Unavailable, match="no keeper"), memory.of(program.id):
