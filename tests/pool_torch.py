@@ -177,13 +177,13 @@ class Torch:
 class Graph:
     """A CUDA graph: holds its pool until it is reset."""
 
-    pool: int | None = None
+    _pool: int | None = None
     torch: Torch
     route = (0, 0, 0)
 
     def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode
-        self.pool = pool
+        self._pool = pool
         if pool is not None:
             assert self.torch.pools[pool].uses, "a pool that is gone: torch would begin one of its own under this id, without our allocator"
             self.torch.pools[pool].uses += 1
@@ -191,13 +191,18 @@ class Graph:
             self.torch.routes.append(self.route)
 
     def capture_end(self) -> None:
-        if self.pool is not None:
+        if self._pool is not None:
             self.torch.routes.remove(self.route)
 
     def reset(self) -> None:
-        if self.pool is not None:
-            self.torch.pools[self.pool].uses -= 1
-            self.pool = None
+        if self._pool is not None:
+            self.torch.pools[self._pool].uses -= 1
+            self._pool = None
+
+    def pool(self) -> int:
+        if self._pool is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Torch:

@@ -317,7 +317,7 @@ def test_off_means_plain_torch(gpu: Gpu, torch: Torch, monkeypatch: pytest.Monke
         warnings.simplefilter("error")
         with pool.tag("weights"), pool.cuda_graph(graph, stream="side"):
             torch.empty(GRANULARITY)
-    assert (graph.pool, graph.stream, torch.pools, dict(os.environ)) == (None, "side", {}, before)
+    assert (graph._pool, graph.stream, torch.pools, dict(os.environ)) == (None, "side", {}, before)
     assert not pool.active()
 
 

@@ -11,8 +11,11 @@ import ctypes
 import functools
 import os
 import re
+import sys
 import threading
 import warnings
+import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt.pool.allocator import FREE, Allocator, PoolError, library
@@ -63,6 +66,7 @@ class Tags:
         self._inside = threading.local()
         self._lent: set[tuple[str, int]] = set()  # others know these pools by their ids, so they stay
         self._captures: dict[int, contextlib.ExitStack] = {}  # by the graph's id(): those that somebody else makes
+        self._captured: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()  # device, and where in the program
 
     # Allocating.
 
@@ -81,8 +85,18 @@ class Tags:
         """``torch.cuda.graph(graph, **options)`` with its memory under the tag "cudagraph": one pool for all captures of a device."""
         if "pool" in options:
             raise ValueError("pool.cuda_graph has a graph pool of its own, which all captures share: leave pool= out")
+        self._note(graph)
         with self._entered(CUDAGRAPH) as pool, self._unrouted(), self._torch.cuda.graph(graph, pool=pool.id, **options), self._capturing():
             yield
+
+    def _note(self, graph: Any) -> None:
+        """Whose capture this is: named where the graph is in the way."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("gpuckpt", "contextlib", "torch"):
+            frame = frame.f_back
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        with self._lock, contextlib.suppress(TypeError):  # a graph of a kind that nobody can refer to weakly
+            self._captured[graph] = self._torch.cuda.current_device(), place
 
     def graph_pool(self) -> Any:
         """The id of the pool of :meth:`cuda_graph`, for captures by code that takes an id: it holds for ever. Those captures are seen."""
@@ -101,6 +115,7 @@ class Tags:
 
         @functools.wraps(begin)
         def capture_begin(graph: Any, *args: Any, **options: Any) -> None:
+            self._note(graph)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self._entered(CUDAGRAPH))
                 stack.enter_context(self._capturing())
@@ -242,8 +257,19 @@ class Tags:
         for (name, device), pool in self._pools.items():
             if name == CUDAGRAPH and (graphs := pool.use_count() - 1):
                 holders = f"{graphs} graphs hold" if graphs > 1 else "1 graph holds"
-                raise PoolError(f"{holders} the graph pool of GPU {device}: call reset() of each, or delete it, and call again")
+                with self._lock:
+                    captured = list(self._captured.items())
+                where = ", ".join(sorted(place for graph, (on, place) in captured if on == device and _holds(graph, pool.id)))
+                named = f" (captured at {where})" if where else ""
+                raise PoolError(f"{holders} the graph pool of GPU {device}{named}: call reset() of each, or delete it, and call again")
         self.let_go()
+
+
+def _holds(graph: Any, pool_id: Any) -> bool:
+    try:
+        return bool(graph.pool() == pool_id)
+    except RuntimeError:  # it was reset, or its capture failed
+        return False
 
 
 def _keep_for_ever(thing: object) -> None:
