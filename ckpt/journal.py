@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -208,7 +209,8 @@ class Journal:
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, KeyError, TypeError) as e:
-                unreadable.append(f"{path}: {type(e).__name__}: {e}")
+                words = f"{path} of the journal cannot be read ({type(e).__name__}: {e}); what it told of is shown as the driver has it"
+                unreadable.append(f"{words}. Once that is resumed: rm {shlex.quote(str(path))}")
         return records, unreadable
 
     def _sync_directory(self) -> None:

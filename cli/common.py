@@ -145,6 +145,19 @@ def is_run(targets: Sequence[str]) -> bool:
     return bool(found)
 
 
+def refuse_for_run(name: str, command: str, **given: object) -> None:
+    """Raise :class:`gpuckpt.errors.Usage` for an option of *command* that was given and is about pids: a run does as it was started."""
+    option = next((f"--{o.replace('_', '-')}" for o, value in given.items() if value), "")
+    if option:
+        from gpuckpt.supervisor import places
+
+        child = places.child_of(name) or "PID"
+        raise errors.Usage(
+            f"{option} takes pids: a {command} of the run {name!r} is done as it was started; nothing was touched",
+            hint=f"gpuckpt {command} --dry-run {child}" if option == "--dry-run" else f"leave {option} out",
+        )
+
+
 def ask_run(name: str, command: str, *, timeout_s: float | None = None, **options: Any) -> Report:
     """What the run *name* answers. Raises its error, and :class:`gpuckpt.errors.Usage` where there is no such run."""
     from gpuckpt.supervisor import control
@@ -169,6 +182,14 @@ def show_run(report: Report) -> None:
         click.echo(f"  kept off its GPU: {r['held_by']}")
     if r["last_error"]:
         click.echo(f"  last failure: {r['last_error']['message']} [{r['last_error']['code']}]")
+
+
+def show_refusal(error: dict[str, Any], said: Sequence[str] = ()) -> None:
+    """Why a dry run says no, for people; what was *said* before is not said again."""
+    click.echo("would be refused" + ("" if error["message"] in said else f": {error['message']}"))
+    if error["hint"] and error["message"] not in said:
+        click.echo(f"  try: {error['hint']}")
+    click.echo(f"  [{error['code']}] more: gpuckpt explain {error['code']}")
 
 
 def execute(command: str, as_json: bool, body: Callable[[], Report], show: Callable[[Report], None]) -> NoReturn:

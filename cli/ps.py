@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from gpuckpt.overview import Overview, Row
 
+#: Columns of a terminal below which ps shows only what does not fit otherwise: which process, how it is, where.
+NARROW = 72
 COLOURS = {
     "running": "green",
     "suspended": "cyan",
@@ -110,10 +112,10 @@ def show(report: Report) -> None:
     console = Console()
     if not console.is_terminal:
         console.width = 240  # a pipe has no edge to wrap at
-    console.print(picture(report.details["_overview"], simulated=report.simulated))
+    console.print(picture(report.details["_overview"], simulated=report.simulated, width=console.width))
 
 
-def picture(seen: Overview, *, simulated: bool) -> Group:
+def picture(seen: Overview, *, simulated: bool, width: int) -> Group:
     """GPUs first, then the processes, as a person wants to see them."""
     from rich.console import Group
     from rich.table import Table
@@ -143,14 +145,18 @@ def picture(seen: Overview, *, simulated: bool) -> Group:
         table.add_column(name, justify="right" if right else "left", no_wrap=name != "NAME", overflow="ellipsis")
     for name in ("SINCE", "BY", ""):
         table.add_column(name, overflow="fold")
+    narrow = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("PID", "STATE", "GPU MEMORY", "NAME"):
+        narrow.add_column(name, no_wrap=name != "NAME", overflow="ellipsis" if name == "NAME" else "fold")
     for r in seen.rows:
         on = ", ".join(f"{index.get(g.uuid, '?')}: {size(g.nbytes)}" for g in r.gpus) or "-"
         since = f"{duration(max(0.0, time.time() - r.since))} ago" if r.since else ""
         state = Text(r.state, COLOURS.get(r.state, ""))
         kept = [size(n) if n else "-" for n in (r.host_bytes, r.disk_bytes)]
         table.add_row(str(r.pid), r.name, r.user, state, on, *kept, since, r.by, Text(r.note, "dim"))
+        narrow.add_row(str(r.pid), state, on, r.name)
     nothing = Text("no process holds GPU memory, and none is suspended", "dim")
-    return Group(gpus, "", table if seen.rows else nothing)
+    return Group(gpus, "", (narrow if width < NARROW else table) if seen.rows else nothing)
 
 
 def _watch(interval_s: float, timeout_s: float, as_json: bool) -> NoReturn:
@@ -158,7 +164,8 @@ def _watch(interval_s: float, timeout_s: float, as_json: bool) -> NoReturn:
     from rich.console import Console
     from rich.live import Live
 
-    in_place = Live(auto_refresh=False) if Console().is_terminal and not as_json else None
+    console = Console()
+    in_place = Live(auto_refresh=False) if console.is_terminal and not console.is_dumb_terminal and not as_json else None
     try:
         with in_place or contextlib.nullcontext():
             while True:
@@ -169,7 +176,8 @@ def _watch(interval_s: float, timeout_s: float, as_json: bool) -> NoReturn:
                     for w in report.warnings:
                         warn(w)
                     if in_place:
-                        in_place.update(picture(report.details["_overview"], simulated=report.simulated), refresh=True)
+                        seen = report.details["_overview"]
+                        in_place.update(picture(seen, simulated=report.simulated, width=Console().width), refresh=True)
                     else:
                         show(report)
                 sys.stdout.flush()

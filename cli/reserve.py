@@ -126,6 +126,9 @@ def _processes(target: str) -> list[ProcessId]:
     found = processes.read(pid)
     if found is None:
         raise errors.NoSuchProcess(f"there is no process {pid}", hint="gpuckpt ps", pid=pid)
+    if os.geteuid() not in (0, owner := processes.uid_of(pid)):
+        words = f"pid {pid} ({found.comm}) belongs to {processes.user_name(owner)}; nothing was touched"
+        raise errors.PermissionDenied(words, hint=f"sudo gpuckpt reserve {pid}", pid=pid)
     return follow.family(found.id)
 
 

@@ -6,7 +6,7 @@ import click
 
 from gpuckpt import errors
 from gpuckpt.cli import completing
-from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids, show_run, timeout_option
+from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids, refuse_for_run, show_refusal, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.cli.rendezvous import rendezvous_options
 from gpuckpt.model import Report
@@ -63,6 +63,7 @@ def resume(
         chosen.check(dry_run=dry_run)
         if is_run(targets):
             chosen.refuse_run()
+            refuse_for_run(targets[0], "resume", dry_run=dry_run, no_tree=no_tree, gpu=gpus, wait=wait_s)
             return ask_run(targets[0], "resume", timeout_s=timeout_s)
         from gpuckpt import early
 
@@ -111,7 +112,10 @@ def show_plan(report: Report) -> None:
         click.echo(f"{step['name']:<11} {' '.join(map(str, step['pids']))}")
     for uuid, need in plan["gpu_bytes_needed"].items():
         click.echo(f"{uuid}: needs {size(need)}, has {size(plan['gpu_bytes_free'].get(uuid))} free")
-    click.echo("would be refused: no room" if plan["refused"] else "would go ahead")
+    if error := plan["refused"]:
+        show_refusal(error)
+    else:
+        click.echo("would go ahead")
 
 
 def _wished(gpus: tuple[str, ...]) -> tuple[dict[str, str], str]:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import shlex
+import shutil
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -269,7 +270,7 @@ def _adapter(chosen: str, upstream: str | None, command: tuple[str, ...]) -> str
         if chosen == "vllm":
             raise errors.Usage("--upstream is for other servers than vLLM; leave one of the two out")
         if not upstream.startswith("http://"):
-            raise errors.Usage(f"--upstream {upstream}: an http:// URL")
+            raise errors.Usage(f"--upstream {upstream} is no URL such as http://127.0.0.1:9000")
         return "url"
     if chosen == "auto":
         return "vllm" if vllm.recognise(command) else "none"
@@ -285,7 +286,7 @@ def _listen(text: str | None, prepared: vllm.Prepared, kind: str) -> tuple[str, 
 def _address(text: str, option: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise errors.Usage(f"{option} {text}: [HOST:]PORT")
+        raise errors.Usage(f"{option} {text} is no [HOST:]PORT, such as 127.0.0.1:8000")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
@@ -328,7 +329,10 @@ def _plan(prepared: vllm.Prepared, options: Options) -> Report:
     }
     if options.keeps_cache:
         details["keep"] = cache.foreseen({**os.environ, **prepared.environ}, prepared.gpu_count, options.policy.timeout_s)
-    return Report("run", True, bool(os.environ.get("GPUCKPT_SIMULATE")), warnings=prepared.warnings, details=details)
+    program = prepared.command[0]
+    missing = () if shutil.which(program) else (f"{program} is not here, or cannot be run: without --dry-run this would not start",)
+    warnings = (*prepared.warnings, *missing)
+    return Report("run", True, bool(os.environ.get("GPUCKPT_SIMULATE")), warnings=warnings, details=details)
 
 
 def _show_plan(report: Report) -> None:

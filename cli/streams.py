@@ -14,6 +14,7 @@ class _Raw(io.FileIO):
     """Writes what can be written. What cannot is dropped, and ``error`` says why."""
 
     error: OSError | None = None
+    begun = False  # somebody has had some of it
 
     def write(self, data: Any, /) -> int:
         try:
@@ -22,6 +23,7 @@ class _Raw(io.FileIO):
         except OSError as e:
             self.error = self.error or e
             return len(data)
+        self.begun = True
         return written
 
 
@@ -55,8 +57,12 @@ def unwritten() -> OSError | None:
 
 
 def settle() -> None:
-    """Write what is still held back, and say on stderr if stdout could not be written."""
+    """Write what is still held back, and say on stderr if stdout could not be written.
+
+    Who reads its beginning alone (``| head``) is told nothing.
+    """
     sys.stdout.flush()
-    if error := unwritten():
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if (error := unwritten()) and not (isinstance(error, BrokenPipeError) and getattr(raw, "begun", False)):
         print(f"gpuckpt: the output could not be written to stdout: {error.strerror}; the exit status says how it went", file=sys.stderr)
     sys.stderr.flush()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+
 import click
 
-from gpuckpt import errors
 from gpuckpt.cli import completing
-from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, show_run, timeout_option
+from gpuckpt.cli.common import ask_run, execute, is_run, json_option, pids, refuse_for_run, show_refusal, show_run, timeout_option
 from gpuckpt.cli.progress import Bar
 from gpuckpt.cli.rendezvous import rendezvous_options
 from gpuckpt.image import paths
@@ -96,10 +98,9 @@ def suspend(
         chosen.check(dry_run=dry_run)
         if is_run(targets):
             chosen.refuse_run()
-            if along:
-                raise errors.Usage("--with takes pids: a run is suspended as it is", hint="name a pid of the run's processes: gpuckpt ps")
-            if method != "auto":
-                raise errors.Usage("--method takes pids: a run is suspended as it was started", hint="leave --method out")
+            given = {"dry_run": dry_run, "no_tree": no_tree, "accept_loss": accept_loss, "with": along, "method": method != "auto"}
+            given |= {"keep_in": keep_in != "ram", "oom_score_adj": oom_score_adj is not None}
+            refuse_for_run(targets[0], "suspend", **given)
             return ask_run(targets[0], "suspend", timeout_s=timeout_s)
         from gpuckpt import early
 
@@ -117,9 +118,23 @@ def suspend(
             kind = Preview if dry_run else Operation
             accept = frozenset(accept_loss)
             operation = kind(world, "suspend", timeout_s=timeout_s, accept=accept, tell=bar.tell, watch=bar.watch, barrier=barrier)
-            return operation.suspend(pids(targets), tree=not no_tree, along=along, by=method, keep_in=keep_in, oom_score_adj=oom_score_adj)
+            report = operation.suspend(
+                pids(targets), tree=not no_tree, along=along, by=method, keep_in=keep_in, oom_score_adj=oom_score_adj
+            )
+            return dataclasses.replace(report, warnings=(*report.warnings, *_runs_unaware(report)))
 
     execute("suspend", as_json, body, show_plan if dry_run else show)
+
+
+def _runs_unaware(report: Report) -> Iterator[str]:
+    """Words for each run that does not know what has been done to its processes behind its back."""
+    from gpuckpt.inspect import processes
+    from gpuckpt.supervisor import control
+
+    for name, pid in {processes.run_of(p.pid): p.pid for p in report.processes}.items():
+        if name and control.exists(name):
+            words = f"pid {pid} belongs to the run {name}, which does not know of this: its requests wait until gpuckpt resume {pid}"
+            yield f"{words}. Better: gpuckpt suspend {name}"
 
 
 def show(report: Report) -> None:
@@ -166,4 +181,7 @@ def show_plan(report: Report) -> None:
     for h in report.hazards:
         click.echo(f"hazard {h.kind}: {h.message}\n  try: {h.hint}")
     click.echo(f"method {report.details['method']['taken']}: {report.details['method']['why']}")
-    click.echo("would be refused" if plan["refused"] else f"would go ahead; deadline {plan['timeout_seconds']:.0f} s")
+    if error := plan["refused"]:
+        show_refusal(error, said=[h.message for h in report.hazards])
+    else:
+        click.echo(f"would go ahead; deadline {plan['timeout_seconds']:.0f} s")

@@ -115,7 +115,7 @@ def possible_imports(
                     f"pid {pid} belongs together with {len(others)} more CUDA process{'es' if len(others) > 1 else ''}: {named}. "
                     "If one of them maps GPU memory of another, the driver would checkpoint it and never restore it, "
                     f"and nothing shows this from outside.{missing}",
-                    f"agents; or, if you know that they share no GPU memory, add --accept-loss possible-import{also}",
+                    f"agents; or, if you know that they share no GPU memory: gpuckpt suspend {pid} --accept-loss possible-import{also}",
                     pid,
                     acceptable=True,
                 )

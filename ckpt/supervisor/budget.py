@@ -46,8 +46,8 @@ class Budget:
         ready: Callable[[], int] = lambda: 0,
     ) -> None:
         self.limit_bytes, self._others, self._move, self._ready = limit_bytes, others, move, ready
-        simulated = environ.get("GPUCKPT_SIMULATE")
-        self._root = Path(simulated) / "root" if simulated else Path("/")
+        simulated = Path(environ.get("GPUCKPT_SIMULATE") or "/") / "root"
+        self._root = simulated if environ.get("GPUCKPT_SIMULATE") and simulated.is_dir() else Path("/")
         self._lock = places.runtime_directory(environ) / "host-memory.lease"
 
     def available_bytes(self) -> int:
@@ -71,7 +71,7 @@ class Budget:
         """Raise :class:`gpuckpt.errors.HostMemory` where *need_bytes* do not fit, and cannot be made to."""
         left, why = await self.left()
         if need_bytes > left and not await self.make_room(need_bytes):
-            raise errors.HostMemory(f"suspended this run needs {size(need_bytes)}; {why}; nothing was touched", hint=HOST_MEMORY_HINT)
+            raise errors.HostMemory(f"suspended, this run needs {size(need_bytes)}; {why}; nothing was touched", hint=HOST_MEMORY_HINT)
 
     async def make_room(self, need_bytes: int, own_bytes: int = 0, *, whatever_the_limit: bool = False) -> bool:
         """Have other runs move what they hold to disk, the one that was not used for longest first, until *need_bytes* fit. Returns whether

@@ -68,10 +68,11 @@ def ask(name: str, command: str, *, timeout_s: float | None = None, **options: A
                 f"the run {name!r} belongs to somebody else: {e}", hint=f"sudo gpuckpt {command} {name}"
             ) from None
         except OSError as e:
-            left = places.orphan(name)
+            left, child = places.orphan(name), places.child_of(name)
+            words = f"the run {name!r} has ended: its gpuckpt run is gone, and so is what it had started ({e.strerror or e})"
             raise errors.Usage(
-                left or f"no run called {name!r} answers ({e.strerror or e})",
-                hint="act on its child by pid: gpuckpt resume, gpuckpt suspend or kill" if left else "is its gpuckpt run still alive?",
+                left or words,
+                hint=f"gpuckpt resume {child}, gpuckpt suspend {child} or kill {child}" if left else "start it again by gpuckpt run",
             ) from None
     if not data:
         raise errors.RunNotReady(f"the run {name!r} ended before it answered", hint="see what it logged")

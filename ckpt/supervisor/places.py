@@ -244,6 +244,12 @@ def orphan_facts(name: str, environ: Mapping[str, str] = os.environ) -> dict[str
     return holder(runtime_directory(environ) / f"{name}.lock") if waits else {}
 
 
+def child_of(name: str, environ: Mapping[str, str] = os.environ) -> int:
+    """The pid of what the run *name* has started, 0 where nobody knows it."""
+    facts = holder(runtime_directory(environ) / f"{name}.lock")
+    return int(facts["child"]) if _lives(facts, "child") else 0
+
+
 def orphans(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Every run of ours that lost its supervisor, in words."""
     try:

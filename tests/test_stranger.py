@@ -1,0 +1,127 @@
+"""What a stranger meets on the first day: words that are wrong, hints that cannot be typed, options that nobody hears."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import termios
+from typing import TYPE_CHECKING
+
+import pytest
+
+from gpuckpt import errors
+from gpuckpt.supervisor.budget import Budget
+from tests.serving import Stage, stage
+from tests.simulated_machine import COMMAND
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.simulated_machine import Machine
+
+__all__ = ["stage"]
+
+
+def test_options_about_pids_are_not_dropped_where_a_run_is_named(stage: Stage) -> None:
+    """A dry run of a run would have been the real thing."""
+    run = stage.run().awake()
+    for command, *options in (
+        ("suspend", "--dry-run"),
+        ("suspend", "--no-tree"),
+        ("suspend", "--keep-in", "/tmp"),
+        ("resume", "--dry-run"),
+        ("resume", "--wait", "1s"),
+    ):
+        refused = stage.gpuckpt(command, *options, "m")
+        assert (refused.code, refused.error["code"]) == (2, "usage")
+        assert f"{options[0]} takes pids" in refused.error["message"]
+    assert run.state == "awake"
+    dry = stage.gpuckpt(*stage.gpuckpt("suspend", "--dry-run", "m").error["hint"].split()[1:])
+    assert (dry.code, dry.document["dry_run"]) == (0, True), "the hint can be typed"
+
+    done = stage.gpuckpt("suspend", str(run.child))
+    assert "belongs to the run m, which does not know" in done.document["warnings"][-1]
+    assert stage.gpuckpt("resume", str(run.child)).code == 0
+
+    run.close()
+    assert "has ended" in stage.gpuckpt("status", "m").error["message"]
+
+
+def test_a_simulated_machine_has_the_memory_of_this_one(tmp_path: Path) -> None:
+    """As for a suspend by pid, where the directory says nothing of its memory."""
+    environ = {"GPUCKPT_SIMULATE": str(tmp_path), "GPUCKPT_RUNTIME_DIR": str(tmp_path)}
+    assert Budget(environ=environ).available_bytes() > 0
+
+
+def test_a_dry_run_says_why_not(machine: Machine) -> None:
+    target = machine.target()
+    words = machine.gpuckpt("suspend", "--dry-run", "--keep-in", "/tmp", target.pid, json=False).stdout
+    refused = machine.gpuckpt("suspend", "--keep-in", "/tmp", target.pid).error
+    assert f"would be refused: {refused['message']}\n  try: {refused['hint']}\n" in words
+    planned = machine.gpuckpt("run", "--dry-run", "--", "/nonexistent")
+    assert "/nonexistent is not here" in planned.document["warnings"][-1]
+
+
+def test_who_reads_the_beginning_alone_hears_no_complaint(machine: Machine) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{COMMAND} explain | (read x; exec <&-; exit 0)"], env=machine.environ, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
+def test_a_command_that_is_soon_done_leaves_no_riddle(stage: Stage) -> None:
+    done = stage.gpuckpt("run", "--name", "short", "--", "true", json=False)
+    assert done.code == 0
+    assert "is not known" not in done.stderr
+
+
+def test_a_journal_that_cannot_be_read_says_what_to_do(machine: Machine) -> None:
+    groups = machine.state_dir / "groups"
+    groups.mkdir(parents=True)
+    (groups / "x.json").write_text("{")
+    (warning,) = machine.gpuckpt("ps").document["warnings"]
+    assert warning.endswith(f"Once that is resumed: rm {groups / 'x.json'}")
+
+
+def test_memory_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpuckpt.cli import reserve
+
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(errors.PermissionDenied, match="nothing was touched"):
+        reserve._processes(str(os.getppid()))
+
+
+@pytest.mark.parametrize("width", [30, 60])
+def test_a_narrow_terminal_shows_whole_pids(machine: Machine, width: int) -> None:
+    target = machine.target()
+    screen = on_a_terminal(machine, "ps", width=width)
+    assert str(target.pid) in screen
+    assert "running" in screen
+
+
+def test_watching_on_a_terminal_that_cannot_move_the_cursor(machine: Machine) -> None:
+    target = machine.target()
+    screen = on_a_terminal(machine, "ps", "--watch", "--interval", "10ms", width=100, until=f"{target.pid}")
+    assert str(target.pid) in screen
+
+
+def on_a_terminal(machine: Machine, *words: str, width: int, until: str = "") -> str:
+    """What it writes, to its end or until *until* is there."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    process = subprocess.Popen([COMMAND, *words], env={**machine.environ, "TERM": "dumb"}, stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    seen = b""
+    try:
+        while not until or until.encode() not in seen:
+            seen += os.read(ours, 65536)
+    except OSError:
+        pass  # it has ended
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return seen.decode()
