@@ -61,8 +61,8 @@ def test_a_dry_run_says_why_not(machine: Machine) -> None:
     words = machine.gpuckpt("suspend", "--dry-run", "--keep-in", "/tmp", target.pid, json=False).stdout
     refused = machine.gpuckpt("suspend", "--keep-in", "/tmp", target.pid).error
     assert f"would be refused: {refused['message']}\n  try: {refused['hint']}\n" in words
-    planned = machine.gpuckpt("run", "--dry-run", "--", "/nonexistent")
-    assert "/nonexistent is not here" in planned.document["warnings"][-1]
+    planned = machine.gpuckpt("run", "--dry-run", "--", "/nonexistent", json=False)
+    assert "/nonexistent is not here" in planned.stderr
 
 
 def test_who_reads_the_beginning_alone_hears_no_complaint(machine: Machine) -> None:
