@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import struct
 import subprocess
 import termios
@@ -15,7 +16,7 @@ import pytest
 from gpuckpt import errors
 from gpuckpt.supervisor.budget import Budget
 from tests.serving import Stage, stage
-from tests.simulated_machine import COMMAND
+from tests.simulated_machine import COMMAND, DEADLINE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +118,7 @@ def on_a_terminal(machine: Machine, *words: str, width: int, until: str = "") ->
     seen = b""
     try:
         while not until or until.encode() not in seen:
+            assert select.select([ours], [], [], DEADLINE_S)[0], "it says nothing"
             seen += os.read(ours, 65536)
     except OSError:
         pass  # it has ended
