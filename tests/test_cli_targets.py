@@ -191,7 +191,7 @@ def test_several_cuda_processes_are_a_possible_import(machine: Machine) -> None:
     result = machine.gpuckpt("suspend", parent.pid)
     assert (result.code, result.error["code"]) == (6, "possible-import")
     assert result.error["message"].startswith('start it with agents (eval "$(gpuckpt env)"')
-    assert "--accept-loss possible-import" in result.error["hint"]
+    assert f"gpuckpt suspend {result.error['pid']} --accept-loss possible-import" in result.error["hint"], "it can be typed"
     for child in parent.children:
         assert str(child) in result.error["message"]
     assert parent.unharmed()
