@@ -136,6 +136,13 @@ class NotAsFound(GpuckptError):
     exit_code = 3
 
 
+class Unexpected(GpuckptError):
+    """A fault in gpuckpt itself, outside of an operation: what it had begun is not known here."""
+
+    code = "unexpected"
+    exit_code = 3
+
+
 class Held(GpuckptError):
     """After the commit, another host or the store fell silent: the processes here wait as they are for a resume of all hosts."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import traceback
 from typing import Any
 
 import click
 
 from gpuckpt.cli import streams
-from gpuckpt.errors import GpuckptError, Interrupted, Usage
+from gpuckpt.errors import GpuckptError, Interrupted, Unexpected, Usage
 
 #: command -> (module, one line for the list of commands)
 COMMANDS = {
@@ -32,6 +33,9 @@ COMMANDS = {
     "demo": ("demo", "Half a minute that shows it all."),
     "completion": ("completion", "Print a shell completion script."),
 }
+
+#: Commands that change nothing.
+LOOKS = frozenset({"ps", "status", "is-suspended", "doctor", "explain", "env", "completion"})
 
 EXAMPLES = """
 \b
@@ -83,9 +87,16 @@ class Lazy(click.Group):
             error: GpuckptError = Usage(e.format_message(), hint=f"gpuckpt {command} --help")
         except KeyboardInterrupt:
             error = Interrupted("interrupted; nothing was touched")
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as e:  # noqa: BLE001 - whatever it is: the exit status and the document must not say what nobody knows
+            traceback.print_exc()
+            error = Unexpected(
+                f"a fault in gpuckpt: {type(e).__name__}: {e}", hint="gpuckpt status, then gpuckpt recover; and report the trace"
+            )
         from gpuckpt.cli.common import fail
 
-        return fail(command, as_json, error)
+        return fail(command, as_json, error, 1 if isinstance(error, Unexpected) and command in LOOKS else None)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):

@@ -129,3 +129,19 @@ def on_a_terminal(machine: Machine, *words: str, width: int, until: str = "", te
         process.wait()
         os.close(ours)
     return seen.decode()
+
+
+@pytest.mark.parametrize(("command", "code"), [("status", 1), ("resume", 3)])
+def test_a_fault_of_its_own_has_a_document_and_a_code(machine: Machine, command: str, code: int) -> None:
+    """Nothing says that all is as it was found where nobody knows."""
+    target = machine.target()
+    world = machine.world.path / "machine.json"
+    said = world.read_text()
+    world.write_text("no JSON")
+    try:
+        result = machine.gpuckpt(command, target.pid)
+    finally:
+        world.write_text(said)
+    assert (result.code, result.error["code"]) == (code, "unexpected"), result
+    assert "Traceback" in result.stderr
+    assert "gpuckpt status" in result.error["hint"]
