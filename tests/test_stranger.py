@@ -16,7 +16,7 @@ import pytest
 from gpuckpt import errors
 from gpuckpt.supervisor.budget import Budget
 from tests.serving import Stage, stage
-from tests.simulated_machine import COMMAND, DEADLINE_S
+from tests.simulated_machine import COMMAND, DEADLINE_S, eventually
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ def test_options_about_pids_are_not_dropped_where_a_run_is_named(stage: Stage) -
     assert stage.gpuckpt("resume", str(run.child)).code == 0
 
     run.close()
-    assert "has ended" in stage.gpuckpt("status", "m").error["message"]
+    eventually(lambda: "has ended" in stage.gpuckpt("status", "m").error["message"], "its child has ended too")
 
 
 def test_a_simulated_machine_has_the_memory_of_this_one(tmp_path: Path) -> None:
