@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpuckpt.errors import JournalError
+from gpuckpt.errors import JournalError, Usage
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
 
 #: Records of a group on several hosts are of schema 2; of one whose agents offload, or with a process that was taken along, of schema 3: a
@@ -264,8 +264,15 @@ def _record(document: dict[str, Any]) -> Record:
 
 
 def state_directory(environ: Mapping[str, str], uid: int) -> Path:
-    """Where the journal lies: ``GPUCKPT_STATE_DIR``, else ``/var/lib/gpuckpt`` for root, else under ``XDG_STATE_HOME``."""
+    """Where the journal lies: ``GPUCKPT_STATE_DIR``, else ``/var/lib/gpuckpt`` for root, else under ``XDG_STATE_HOME``.
+
+    Raises ``Usage`` where that is no absolute path: a resume from elsewhere would not find it.
+    """
     if chosen := environ.get("GPUCKPT_STATE_DIR"):
+        if not Path(chosen).is_absolute():
+            raise Usage(
+                f"GPUCKPT_STATE_DIR={chosen} would be another directory from elsewhere", hint=f"GPUCKPT_STATE_DIR={Path(chosen).absolute()}"
+            )
         return Path(chosen)
     if simulated := environ.get("GPUCKPT_SIMULATE"):  # a record of simulated processes means nothing to a driver, or to another directory's
         return Path(simulated) / "state"

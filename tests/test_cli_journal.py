@@ -242,3 +242,10 @@ def test_simulated_processes_are_not_in_the_journal_of_real_ones(tmp_path: Path)
     one, other = {"GPUCKPT_SIMULATE": str(tmp_path / "a")}, {"GPUCKPT_SIMULATE": str(tmp_path / "b")}
     assert len({state_directory(environ, 0) for environ in ({}, one, other)}) == 3
     assert state_directory({**one, "GPUCKPT_STATE_DIR": "/chosen"}, 0) == Path("/chosen")
+
+
+def test_a_journal_that_depends_on_where_one_stands_is_refused(machine: Machine) -> None:
+    target = machine.target()
+    result = machine.gpuckpt("suspend", target.pid, GPUCKPT_STATE_DIR="here")
+    assert (result.code, result.error["code"]) == (2, "usage")
+    assert result.error["hint"] == f"GPUCKPT_STATE_DIR={machine.path}/here"
