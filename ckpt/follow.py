@@ -72,18 +72,9 @@ class Follower:
 
 
 def family(root: ProcessId) -> list[ProcessId]:
-    """*root* and all that descends from it now."""
-    table = processes.table()
-    children: dict[int, list[int]] = {}
-    for proc in table.values():
-        children.setdefault(proc.ppid, []).append(proc.pid)
-    found, todo = [], [root.pid]
-    while todo:
-        pid = todo.pop()
-        todo += children.get(pid, [])
-        if pid in table:
-            found.append(table[pid].id)
-    return found
+    """*root*, if it lives, and all that descends from it now."""
+    below = processes.below(root.pid)
+    return [root, *below] if processes.is_same(root) else below
 
 
 def ready_bytes(root: int) -> int:

@@ -263,6 +263,13 @@ def _record(document: dict[str, Any]) -> Record:
     )
 
 
+def boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def state_directory(environ: Mapping[str, str], uid: int) -> Path:
     """Where the journal lies: ``GPUCKPT_STATE_DIR``, else ``/var/lib/gpuckpt`` for root, else under ``XDG_STATE_HOME``.
 

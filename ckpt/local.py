@@ -25,19 +25,12 @@ from gpuckpt.early import Start
 from gpuckpt.inspect import hazards, processes
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.inspect.ranks import advice
-from gpuckpt.journal import Journal, Record, state_directory, void_words
+from gpuckpt.journal import Journal, Record, boot_id, state_directory, void_words
 from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, HostRoom, Inventory, ProcessId, Rank, State
 
 #: How long the driver may take to tell a state before it counts as blocked, in seconds. It answers in 2 ms.
 STATE_DEADLINE_S = 2.0
 _POLL_S = 0.05
-
-
-def boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 class LocalWorld:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
@@ -46,11 +45,10 @@ def targets(ctx: click.Context, param: click.Parameter, incomplete: str) -> list
 
 def _pids() -> Iterator[int]:
     from gpuckpt.inspect import processes
-    from gpuckpt.journal import Journal, state_directory
+    from gpuckpt.journal import Journal, boot_id, state_directory
 
     with contextlib.suppress(Exception):  # whatever it is, a command that is typed says so
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        for record in Journal(state_directory(os.environ, os.geteuid()), boot_id).records():
+        for record in Journal(state_directory(os.environ, os.geteuid()), boot_id()).records():
             yield from (m.id.pid for m in record.members if processes.is_same(m.id))
     if simulated := os.environ.get("GPUCKPT_SIMULATE"):
         from gpuckpt.driver.simulated_store import SimulatedWorldDir

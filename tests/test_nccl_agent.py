@@ -15,6 +15,16 @@ verified = []
 v.verify = lambda communicators, deadline_s: verified.extend(c.label for c in communicators)
 new = opened("new/libnccl.so.2")
 """
+#: And an agent's view of two communicators, a and b.
+TWO = (
+    BEGIN
+    + """
+for name in "ab":
+    c = communicator(new, name, carried=True)
+    register(c.pointer, c.library.path, name=name, carried=True)
+a = NcclCommunicators()
+"""
+)
 
 
 def test_a_program_without_communicators(nccl_run: Run) -> None:
@@ -32,12 +42,8 @@ out["verified"] = verified
 
 def test_suspended_resumed_and_proven(nccl_run: Run) -> None:
     out = nccl_run(
-        BEGIN
+        TWO
         + """
-for name in "ab":
-    c = communicator(new, name, carried=True)
-    register(c.pointer, c.library.path, name=name, carried=True)
-a = NcclCommunicators()
 out["seen"] = a.describe()
 a.suspend()
 out["while"] = [{**c, "host_bytes": 480 << 20} for c in a.describe()] == out["seen"], a.hazards()
@@ -98,13 +104,9 @@ out["same_hazards"], out["verified"] = a.hazards() == before, verified
 
 def test_what_cannot_come_back_after_a_refusal_stays_a_hazard(nccl_run: Run) -> None:
     out = nccl_run(
-        BEGIN
+        TWO
         + """
 from gpuckpt.agent.communicators import AsFoundError
-for name in "ab":
-    c = communicator(new, name, carried=True)
-    register(c.pointer, c.library.path, name=name, carried=True)
-a = NcclCommunicators()
 try:
     a.suspend()
 except Exception as e:

@@ -207,6 +207,20 @@ def ancestors(pid: int, procs: dict[int, Proc]) -> list[int]:
     return found
 
 
+def below(pid: int) -> list[ProcessId]:
+    """Every live process below *pid*, parents first."""
+    children: dict[int, list[ProcessId]] = {}
+    for proc in table().values():
+        children.setdefault(proc.ppid, []).append(proc.id)
+    found: list[ProcessId] = []
+    frontier = [pid]
+    while frontier:
+        for child in children.get(frontier.pop(), []):
+            found.append(child)
+            frontier.append(child.pid)
+    return found
+
+
 def relatives(pid: int, procs: dict[int, Proc], root: Path = ROOT) -> dict[int, str]:
     """Every process that shares the tree, session, cgroup or a non-init ancestor with *pid*, and which of these it is.
 

@@ -23,8 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpuckpt.inspect.processes import KEEPER, peer_of, send, table
-from gpuckpt.model import ProcessId
+from gpuckpt.inspect.processes import KEEPER, below, peer_of, send
 
 #: How long what is left of the tree may take after the command itself has ended, in seconds.
 LEFTOVER_GRACE_S = 3.0
@@ -171,20 +170,6 @@ class Keeper:
 def descendants(pid: int) -> list[int]:
     """The pid of every live process below *pid*, parents first."""
     return [p.pid for p in below(pid)]
-
-
-def below(pid: int) -> list[ProcessId]:
-    """Every live process below *pid*, parents first."""
-    children: dict[int, list[ProcessId]] = {}
-    for proc in table().values():
-        children.setdefault(proc.ppid, []).append(proc.id)
-    found: list[ProcessId] = []
-    frontier = [pid]
-    while frontier:
-        for child in children.get(frontier.pop(), []):
-            found.append(child)
-            frontier.append(child.pid)
-    return found
 
 
 def prctl(option: int, argument: int) -> None:
