@@ -214,12 +214,12 @@ class _Supervised:
         )
         self.metrics = Metrics(self.run)
         self.engines = Engines(self.run)
-        self.run.changed.append(lambda state: log.info("%s", state))
         self.run.changed.append(Notifier(self.run).changed)
         self.run.finished.append(_log_outcome)
         self.cache = Cache(self.run.holdings, options.keeps_cache)
         self.run.changed.append(self.cache.changed)
         self.run.finished.append(self.cache.finished)
+        self.run.changed.append(lambda state: log.info("%s", state))  # last: who reads it finds the rest said and done
         self.gate: Gate | None = None
         if self.upstream is not None:
             self.gate = Gate(
