@@ -62,7 +62,7 @@ def test_one_rank_alone_is_refused(machine4: Machine) -> None:
 def test_a_program_that_never_comes_to_its_safe_point(machine4: Machine) -> None:
     ranks = job(machine4)
     with machine4.in_call(ranks[2]):
-        result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "500ms")
+        result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "2s")
     assert (result.code, result.error["pid"], result.error["step"]) == (124, ranks[2].pid, "quiesce"), result
     assert "safe point" in result.error["message"]
     assert whole(ranks)
@@ -82,7 +82,7 @@ def test_communicators_that_break_are_named_lost(machine4: Machine) -> None:
 def test_a_rank_that_hangs_in_its_communicators(machine4: Machine) -> None:
     ranks = job(machine4)
     machine4.world.add_fault("comms", pid=ranks[1].pid, hang=True)
-    result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "1s")
+    result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "2s")
     assert (result.code, result.error["code"]) == (3, "in-flight"), result
     assert states(machine4, ranks) == {State.RUNNING}
 

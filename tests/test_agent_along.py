@@ -214,7 +214,7 @@ def test_whom_it_was_taken_along_with_dies(job: Job) -> None:
     assert machine.gpuckpt(*job.suspend()).code == 0
     for t in job.server:
         t.kill()
-    result = machine.gpuckpt("resume", job.trainer.pid, "--timeout", "500ms")
+    result = machine.gpuckpt("resume", job.trainer.pid, "--timeout", "2s")
     assert (result.code, result.error["pid"]) == (3, job.trainer.pid), result
 
 

@@ -38,7 +38,7 @@ def test_a_communicator_that_breaks_on_one_rank(machine4: Machine) -> None:
     """That rank is named, not one that waits for it; and the job is never suspended once more: it could not come back."""
     ranks = job(machine4)
     machine4.world.add_fault("comms", pid=ranks[2].pid, result="INTERNAL_ERROR")
-    result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "1s")
+    result = machine4.gpuckpt("suspend", ranks[0].pid, "--timeout", "2s")
     assert (result.code, result.error["code"], result.error["pid"]) == (3, "lost", ranks[2].pid), result
     assert "INTERNAL_ERROR" in result.error["message"]
     ranks[0].kill()  # who waits for it inside NCCL would be named first
@@ -67,7 +67,7 @@ def test_a_rank_that_is_stopped_in_its_communicators(machine4: Machine) -> None:
     """The others wait for it inside NCCL; it is named, with the way on, and that way leads back."""
     ranks = job(machine4)
     machine4.world.add_fault("comms", pid=ranks[2].pid, hang=True)
-    running = machine4.begin("suspend", ranks[0].pid, "--timeout", "1s")
+    running = machine4.begin("suspend", ranks[0].pid, "--timeout", "2s")
     three_come(machine4, "tp-1-suspend")
     ranks[2].stop()
     result = running.end()

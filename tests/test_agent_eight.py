@@ -281,7 +281,7 @@ def test_a_rank_dies_in_its_communicators(job: Job) -> None:
     """Its peers wait for it inside NCCL: nothing is checkpointed, and they are named."""
     dying, number = job.ranks[2], job.meetings + 1
     job.machine.world.add_fault("comms", pid=dying.pid, hang=True)
-    running = job.machine.begin("suspend", job.ranks[0].pid, "--timeout", "1s")
+    running = job.machine.begin("suspend", job.ranks[0].pid, "--timeout", "3s")
     job.met(number, "suspend", SIZE - 1)
     dying.kill()
     result = running.end()
@@ -296,7 +296,7 @@ def test_a_rank_hangs_on_the_way_back(job: Job) -> None:
     """All are restored and unlocked; who hangs is said, and nobody is called lost who may still come."""
     assert job.gpuckpt("suspend")[0] == 0
     job.machine.world.add_fault("comms-resume", pid=job.ranks[1].pid, hang=True)
-    result = job.machine.gpuckpt("resume", job.ranks[0].pid, "--timeout", "1s")
+    result = job.machine.gpuckpt("resume", job.ranks[0].pid, "--timeout", "3s")
     assert (result.code, result.error["code"], result.error["step"]) == (3, "in-flight", "comms-resume"), result
     assert states(job.machine, job.ranks) == {State.RUNNING}
     (record,) = job.machine.records()

@@ -175,7 +175,7 @@ def test_a_worker_stuck_in_its_step_ends_the_suspend(machine2: Machine) -> None:
     stuck = machine2.world.path / "stuck"
     stuck.write_text(str(server.workers[1]))
     name = server.send("slow")
-    result = server.suspend("--timeout", "500ms")
+    result = server.suspend("--timeout", "2s")
     assert result.code == 124, result
     assert "between two steps of its engine" in result.error["message"]
     stuck.unlink()
@@ -192,7 +192,7 @@ def test_data_parallel_engines_all_or_none(machine2: Machine) -> None:
     stuck = machine2.world.path / "stuck"
     stuck.write_text(str(server.workers[1]))
     name = server.send("slow", engine=1)
-    assert server.suspend("--timeout", "500ms").code == 124
+    assert server.suspend("--timeout", "2s").code == 124
     assert server.states() == {State.RUNNING}
     assert server.ask("other", engine=0) == reference[0]
     stuck.unlink()

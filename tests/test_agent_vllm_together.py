@@ -186,7 +186,7 @@ def test_an_engine_that_dies_in_the_quiesce(machine2: Machine) -> None:
     first, second = server.workers
     (machine2.world.path / "stuck").write_text(str(second))
     server.send("slow", engine=0)
-    command = machine2.begin("suspend", server.pid, "--timeout", "1s")
+    command = machine2.begin("suspend", server.pid, "--timeout", "3s")
     eventually(lambda: _asked(machine2, [first, second]), "both are asked")
     os.kill(second, signal.SIGKILL)
     ended = command.end()

@@ -141,7 +141,7 @@ def test_a_retried_resume_is_one_resume(machine: Machine) -> None:
     filler = machine.target("--gib", "60")
     resumes = [machine.begin("resume", target.pid, "--wait", "60s") for _ in range(3)]
     eventually(lambda: machine.holds_gpu(0) and all(waits_for(r, target) for r in resumes), "all three wait")
-    impatient = machine.gpuckpt("resume", target.pid, "--timeout", "300ms")
+    impatient = machine.gpuckpt("resume", target.pid, "--timeout", "1s")
     assert (impatient.code, impatient.error["code"]) == (124, "concurrent-operation")
     assert "at work" in impatient.error["message"]
     resumes[0].signal(signal.SIGKILL)  # a caller that gave up

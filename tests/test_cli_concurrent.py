@@ -47,7 +47,7 @@ def test_no_time_to_wait_for_the_other(machine: Machine) -> None:
             if command == "resume":
                 with machine.world.transaction() as world:
                     world.rules.lock(target.pid)
-            result = machine.gpuckpt(command, target.pid, "--timeout", "200ms")
+            result = machine.gpuckpt(command, target.pid, "--timeout", "500ms")
             assert (result.code, result.error["code"], result.error["pid"]) == (124, "concurrent-operation", os.getpid())
             assert f"pid {os.getpid()}" in result.error["message"]
             assert f"at work on pid {target.pid}" in result.error["message"]
@@ -96,7 +96,7 @@ def test_resumes_on_two_gpus_do_not_wait_for_each_other(machine2: Machine) -> No
     with open(machine2.world.path / f"gpu-{machine2.uuids[0]}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert machine2.gpuckpt("resume", two.pid).code == 0
-        busy = machine2.gpuckpt("resume", one.pid, "--timeout", "200ms")
+        busy = machine2.gpuckpt("resume", one.pid, "--timeout", "1s")
         assert (busy.code, busy.error["code"]) == (124, "concurrent-operation")
         assert machine2.uuids[0] in busy.error["message"]
     assert machine2.gpuckpt("resume", one.pid).code == 0

@@ -138,7 +138,7 @@ def test_stopped_while_it_is_locked(machine: Machine) -> None:
     """The driver ignores its timeout then: the caller is left alone, and unlocks when the process goes on."""
     target = machine.target()
     machine.world.add_fault("lock", delay_s=1.0)
-    suspend = machine.begin("suspend", target.pid, "--timeout", "1s")
+    suspend = machine.begin("suspend", target.pid, "--timeout", "2s")
     eventually(lambda: machine.faults_left() == 0, "the lock begins")
     target.stop()
     result = suspend.end()
@@ -166,7 +166,7 @@ def test_stopped_while_it_is_locked(machine: Machine) -> None:
 def test_stopped_while_it_is_checkpointed(machine: Machine) -> None:
     target = machine.target("--gib", "2")
     machine.slow(0.5)
-    suspend = machine.begin("suspend", target.pid, "--timeout", "500ms")
+    suspend = machine.begin("suspend", target.pid, "--timeout", "2s")
     eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
     target.stop()
     result = suspend.end()
@@ -185,7 +185,7 @@ def test_a_call_that_hangs(machine: Machine) -> None:
     """Exit 3: which pid, which step; the others are back."""
     one, two = machine.target(), machine.target()
     machine.world.add_fault("checkpoint", pid=two.pid, hang=True)
-    result = machine.gpuckpt("suspend", one.pid, two.pid, "--timeout", "500ms")
+    result = machine.gpuckpt("suspend", one.pid, two.pid, "--timeout", "2s")
     assert (result.code, result.error["code"], result.error["pid"], result.error["step"]) == (3, "in-flight", two.pid, "checkpoint")
     assert result.states[one.pid] == "running"
     assert one.unharmed()
@@ -194,7 +194,7 @@ def test_a_call_that_hangs(machine: Machine) -> None:
 def test_a_state_that_hangs(machine: Machine) -> None:
     target = machine.target()
     machine.world.add_fault("state", hang=True, times=2)
-    result = machine.gpuckpt("suspend", target.pid, "--timeout", "1s")
+    result = machine.gpuckpt("suspend", target.pid, "--timeout", "2s")
     assert (result.code, result.error["code"], result.error["pid"]) == (124, "concurrent-operation", target.pid)
     assert "does not answer" in result.error["message"]
     assert machine.gpuckpt("suspend", target.pid).code == 0

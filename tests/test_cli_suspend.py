@@ -122,7 +122,7 @@ def test_managed_memory_is_unlocked_again(machine: Machine) -> None:
 def test_busy_beyond_the_deadline(machine: Machine) -> None:
     target = machine.target()
     target.ask("busy 30")
-    result = machine.gpuckpt("suspend", target.pid, "--timeout", "300ms")
+    result = machine.gpuckpt("suspend", target.pid, "--timeout", "2s")
     assert (result.code, result.error["code"], result.error["step"]) == (124, "deadline", "lock")
     assert "busy" in result.error["message"]
     assert result.states == {target.pid: "running"}
@@ -139,7 +139,7 @@ def test_busy_for_less(machine: Machine) -> None:
 def test_one_busy_member_takes_all_back(machine: Machine) -> None:
     one, two = machine.target(), machine.target()
     two.ask("busy 30")
-    result = machine.gpuckpt("suspend", one.pid, two.pid, "--timeout", "1")
+    result = machine.gpuckpt("suspend", one.pid, two.pid, "--timeout", "2")
     assert (result.code, result.error["pid"]) == (124, two.pid)
     assert result.states == {one.pid: "running", two.pid: "running"}
     assert one.unharmed()

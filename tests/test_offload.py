@@ -140,8 +140,8 @@ def test_a_controller_killed_meanwhile_is_not_missed(machine: Machine, call: str
 
 def test_a_deadline_in_the_middle_of_an_offload_takes_it_back(machine: Machine) -> None:
     target = machine.target(*POOL)
-    machine.world.add_fault("offload", delay_s=0.8)
-    result = machine.gpuckpt("suspend", target.pid, "--timeout", "400ms")
+    machine.world.add_fault("offload", delay_s=3.0)
+    result = machine.gpuckpt("suspend", target.pid, "--timeout", "2s")
     assert result.code == 124, result
     assert target.unharmed()
     assert machine.used() == ALL
@@ -166,7 +166,7 @@ def test_nobody_is_restored_into_room_that_a_pool_may_take_back(machine: Machine
     running = machine.begin("suspend", target.pid)
     eventually(lambda: "offloaded" in stages([target]), "its pool has left")
     running.signal(signal.SIGSTOP)  # so it stays, however long the next command takes to start
-    refused = machine.gpuckpt("resume", other.pid, "--timeout", "300ms")
+    refused = machine.gpuckpt("resume", other.pid, "--timeout", "1s")
     running.signal(signal.SIGCONT)
     assert refused.error["code"] == "concurrent-operation", refused
     assert "may still take its memory back" in refused.error["message"]

@@ -179,6 +179,7 @@ step = st.one_of(
 )
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(PARTS))  # side by side
 @settings(max_examples=SCHEDULES // PARTS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(step, min_size=4, max_size=30))

@@ -150,7 +150,7 @@ def test_the_host_that_serves_the_store_is_killed(cluster: Make, call: Call, kin
     c.one_job(4)
     c.address = f"127.0.0.1:{free_port()}"
     slow, met = c.ranks[0][0], c.path / "meet/tp-1-suspend"
-    c.machines[0].world.add_fault(call, pid=slow.pid, delay_s=1.0)
+    c.machines[0].world.add_fault(call, pid=slow.pid, delay_s=2.0)
     serves = c.begin(0, "suspend")
     eventually(lambda: answers(c.address), "node 0 serves the store")
     other = c.begin(1, "suspend")

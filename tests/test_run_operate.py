@@ -29,10 +29,10 @@ def test_what_stands_ready_and_may_die(stage: Stage) -> None:
     eventually(lambda: not any(alive(p) for p in ready), "it is dead")
     assert run.complete(id=1).status == 200
     eventually(lambda: not operations(run), "nothing stands by while it is awake")
-    run.set(slow_sleep=1.0)
+    run.set(slow_sleep=2.0)
     order = run.order("suspend")
     eventually(lambda: len(run.notes("sleep")) == 2, "the server is told to sleep")
-    (suspends,) = operations(run)
+    (suspends,) = eventually(lambda: operations(run), "something stands ready")
     assert not run.became("suspended", 2)
     order.join(20)
     eventually(lambda: not alive(suspends) and len(operations(run)) == 1, "it did that, and another stands ready for the resume")
