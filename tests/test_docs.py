@@ -80,6 +80,18 @@ def test_no_result_of_a_gpu_is_of_a_simulated_one() -> None:
         assert not (isinstance(machine, dict) and machine.get("simulated")), path.name
 
 
+def test_what_has_not_run_on_a_gpu_is_called_so_and_nothing_else_is() -> None:
+    """By a result file of the script's name, or of a name that begins with it."""
+    table = (ROOT / "tests/gpu/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)\.(?:py|sh)[^|]*\|(.*)\| ([^|]+) \|$", table, re.MULTILINE)
+    scripts = {name: text for name, text, gpus in rows if gpus != "0" and name not in ("facts", "lane")}  # driver-facts.json; starts others
+    assert len(scripts) > 25
+    results = [p.stem for p in (ROOT / "benchmarks/results").glob("*.json")]
+    for name, text in scripts.items():
+        ran = any(r == name or r.startswith(f"{name}_") for r in results)
+        assert ran != ("Not yet run on a GPU" in text), name
+
+
 def test_the_picture_of_two_models_needs_no_result_to_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     draw = runpy.run_path(str(ROOT / "benchmarks/pictures.py"))["two_models"]

@@ -12,8 +12,8 @@ With it come, under tags that every sleep keeps in host memory:
 - "runtime": the scratch of ``WorkspaceManager``, each a tensor of its own that grows until vLLM serves. Newer versions allocate it, and
   more, under tags of their own ("workspace", "runtime").
 
-The rest stays where torch has it, for reasons that docs/pool.md has. With vLLM 0.26 a server with the pool started and answered on a GPU;
-graphs and workspaces in it have not yet run on one. Versions up to 0.33 are read from their sources.
+The rest stays where torch has it, for reasons that docs/pool.md has. On a GPU it ran with vLLM 0.26, a dense
+model and its graphs; workspaces of mixtures of experts have not. Versions up to 0.33 are read from their sources.
 """
 
 from __future__ import annotations
