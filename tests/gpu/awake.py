@@ -24,7 +24,7 @@ class Server:
         self.environ = environ
         self.command = [*under, sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *words, "--port", str(port), "--host", "127.0.0.1"]
         if SIMULATED:
-            self.command = [*under, sys.executable, "-m", "vllm.serve", "-tp", str(len(gpus)), "--port", str(port)]
+            self.command = [*under, sys.executable, "-m", "vllm.serve", "-tp", str(len(gpus)), "--port", str(port), *[w for w in words if w == "--enable-sleep-mode"]]
             self.environ = {**environ, "PYTHONPATH": str(HERE.parent / "vllm_tree"), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         self.empty = self.mib()
         self.start_s = 0.0

@@ -1,7 +1,7 @@
-"""A small model with random weights, and a tokenizer of words, for `vllm serve`. usage: make_model.py OUT LAYERS HIDDEN [--weights SEED]
+"""A small model with random weights, and a tokenizer of words, for `vllm serve`. usage: make_model.py OUT LAYERS HIDDEN [--weights SEED] [--lora SEED]
 
 Without weights it is served with `--load-format dummy`, and all models of one shape are the same one. With them two seeds make two models, and what a sleep of
-level 2 dropped can be loaded again. 8 layers of 4096 take 3.4 GiB. Needs transformers, tokenizers, safetensors and torch, as vLLM does.
+level 2 dropped can be loaded again; ``--lora`` puts an adapter for its attention into OUT/lora. 8 layers of 4096 take 3.4 GiB. Needs transformers, tokenizers, safetensors and torch, as vLLM does.
 """
 
 from __future__ import annotations
@@ -83,6 +83,24 @@ def write_weights(out: Path, config: dict[str, Any], seed: int) -> None:
     save_file(made, out / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_lora(out: Path, config: dict[str, Any], seed: int, rank: int = 8) -> None:
+    """An adapter, in the form that PEFT writes, large enough to change what is answered."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    targets = ["q_proj", "v_proj", "o_proj"]
+    made = {}
+    for name, shape in shapes(config).items():
+        if name.split(".")[-2] in targets:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            made[f"{module}.lora_A.weight"] = (torch.randn(rank, shape[1], generator=generator) * 0.05).to(torch.bfloat16)
+            made[f"{module}.lora_B.weight"] = (torch.randn(shape[0], rank, generator=generator) * 0.05).to(torch.bfloat16)
+    out.mkdir(exist_ok=True)
+    save_file(made, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    (out / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none", "task_type": "CAUSAL_LM"}))
+
+
 def write_tokenizer(out: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -108,12 +126,15 @@ def main() -> None:
     parser.add_argument("layers", type=int)
     parser.add_argument("hidden", type=int)
     parser.add_argument("--weights", type=int, metavar="SEED")
+    parser.add_argument("--lora", type=int, metavar="SEED")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     config = configuration(chosen.layers, chosen.hidden)
     write_tokenizer(chosen.out)
     if chosen.weights is not None:
         write_weights(chosen.out, config, chosen.weights)
+    if chosen.lora is not None:
+        write_lora(chosen.out / "lora", config, chosen.lora)
     (chosen.out / "config.json").write_text(json.dumps(config))
 
 
