@@ -46,6 +46,7 @@ class SimulatedDriver:
             if error.result != "OPERATING_SYSTEM":
                 raise
             return State.GONE if look(pid) is None else State.DENIED
+        pauses = _pauses()
         while True:
             with self.world.transaction() as world:
                 _need_driver(world)
@@ -57,7 +58,7 @@ class SimulatedDriver:
             if not waits:
                 _end_fault("state", fault)
                 return found
-            time.sleep(POLL_S)
+            time.sleep(next(pauses))
 
     def restore_thread(self, pid: int) -> int:
         """The first thread: a simulated process has no driver's."""
@@ -86,6 +87,7 @@ class SimulatedDriver:
         """Put a call under way and wait until whoever looks next has ended it. Calls on one process wait for one another."""
         fault = self._begin_fault(call, pid)
         mine: str | None = None
+        pauses = _pauses()
         while True:
             with self.world.transaction() as world:
                 _need_driver(world)
@@ -97,8 +99,7 @@ class SimulatedDriver:
                 if op and op.result is not None:
                     world.operations.remove(op)
                     break
-            if op is None or op.result is None:
-                time.sleep(POLL_S)
+            time.sleep(next(pauses))
         if op.result != SUCCESS:
             raise CallError(call, op.result)
         _end_fault(call, fault)
@@ -171,6 +172,14 @@ class SimulatedDevices:
         path = self.world.path / f"gpu-{gpu.uuid}.lock"
         path.touch()
         return str(path)
+
+
+def _pauses() -> Iterator[float]:
+    """Between two looks: short calls end soon, and those that last need no looking at all the time."""
+    pause_s = POLL_S
+    while True:
+        yield pause_s
+        pause_s = min(1.25 * pause_s, 8 * POLL_S)
 
 
 def _end_fault(call: str, fault: Fault | None) -> None:
