@@ -7,11 +7,12 @@ import os
 import random
 import re
 import struct
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from gpuckpt.pool.fingerprint import CHUNK_BYTES, THREADS, Keys, fingerprints
+from gpuckpt.pool.fingerprint import CHUNK_BYTES, PRIME, THREADS, Keys, fingerprints, missed
 from tests import pool_ptx, ptx_machine
 from tests.pool_machine import Gpu
 
@@ -42,6 +43,21 @@ def test_the_kernel_computes_what_is_defined(printer: Printer) -> None:
         assert found[0] != found[1], "the same content at another place is another"
     other = Printer(printer.gpu, 2)
     assert other(data) != found, "another process has other keys"
+
+
+def test_sums_at_the_edges_of_a_word(printer: Printer) -> None:
+    """Random data does not come there: two sums below the prime, or one of 64 bits and the 41 that a thread folds into it."""
+    add = printer.gpu.fake.fake_add
+    add.restype, add.argtypes = ctypes.c_uint64, (ctypes.c_uint64, ctypes.c_uint64)
+    below, folded = (0, 1, 58, 59, PRIME // 2, PRIME - 60, PRIME - 1), (0, 1, 58, 59, 60, 2**41 - 1)
+    pairs = [(a, b) for a in below for b in below] + [(2**64 - n, b) for n in (1, 2, 59, 60, 2**41) for b in folded]
+    assert [add(a, b) for a, b in pairs] == [(a + b) % PRIME for a, b in pairs]
+    assert pow(3, PRIME - 1, PRIME) == pow(5, PRIME - 1, PRIME) == 1, "a prime, as far as Fermat can tell"
+
+
+def test_the_bound_that_the_documents_state() -> None:
+    assert missed(1) == Fraction(1, 2**126) + Fraction(1, 2**128)
+    assert Fraction(1, 2**108) < missed(64 << 30) < Fraction(1, 2**107)
 
 
 def test_single_bits(printer: Printer) -> None:

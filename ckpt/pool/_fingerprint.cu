@@ -1,8 +1,8 @@
-/* The fingerprint of a chunk of GPU memory: 122 bits in two words. Compiled to PTX by hand, see _fingerprint_ptx.h; and as plain C by the test
+/* The fingerprint of a chunk of GPU memory: 128 bits in two words. Compiled to PTX by hand, see _fingerprint_ptx.h; and as plain C by the test
  * that has a GPU in C. What it promises: fingerprint.py.
  *
  * A thread takes every 256th 16 bytes of the chunk, 1 KiB in all, and hashes that by NH, four times, with keys shifted by a pair each time. The
- * eight words of it are multiplied by numbers of their place in the block, and all summed, modulo 2^61 - 1, twice with keys of their own. */
+ * eight words of it are multiplied by numbers of their place in the block, and all summed, modulo 2^64 - 59, twice with keys of their own. */
 #ifndef __CUDACC__
 #include <stdint.h>
 #define __device__
@@ -18,7 +18,8 @@ typedef unsigned long long uint64_t;
 #define PRINT_THREADS 256
 #define PRINT_ROWS 64
 #define PRINT_CHUNK (PRINT_THREADS * PRINT_ROWS * 16) /* bytes */
-#define PRINT_PRIME (((uint64_t)1 << 61) - 1)
+#define PRINT_FOLD ((uint64_t)59) /* 2^64 modulo the prime, the largest of 64 bits */
+#define PRINT_PRIME (0 - PRINT_FOLD)
 
 struct print_keys {
     uint64_t place[2];
@@ -34,9 +35,11 @@ static __device__ __forceinline__ uint64_t print_high(uint64_t a, uint64_t b)
 #endif
 }
 
+/* Modulo the prime. Both are below it, or b is so small that the sum is below 2^64 once more. */
 static __device__ __forceinline__ uint64_t print_add(uint64_t a, uint64_t b)
 {
     uint64_t sum = a + b;
+    sum += sum < a ? PRINT_FOLD : 0;
     return sum >= PRINT_PRIME ? sum - PRINT_PRIME : sum;
 }
 
@@ -67,17 +70,17 @@ static __device__ __forceinline__ void print_part(const uint4 *at, uint64_t plac
                      (uint64_t)(uint32_t)(word.z + key[2 * i + 2]) * (uint32_t)(word.w + key[2 * i + 3]);
     }
     for (int sum = 0; sum < 2; sum++) {
-        uint64_t low = 0, high = 0; /* eight products of 61 and 32 bits */
+        uint64_t low = 0, high = 0; /* eight products of 64 and 32 bits */
 #ifdef __CUDACC__
 #pragma unroll
 #endif
         for (int i = 0; i < 8; i++) {
-            uint64_t random = print_random(keys->place[sum], place * 8 + (uint64_t)i) & PRINT_PRIME;
+            uint64_t random = print_random(keys->place[sum], place * 8 + (uint64_t)i);
             uint64_t word = i & 1 ? nh[i / 2] >> 32 : nh[i / 2] & 0xFFFFFFFFu, product = random * word;
             low += product;
             high += print_high(random, word) + (low < product);
         }
-        sums[sum] = print_add(low & PRINT_PRIME, (high << 3) | (low >> 61));
+        sums[sum] = print_add(low, high * PRINT_FOLD); /* of 41 bits */
     }
 }
 
