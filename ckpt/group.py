@@ -299,7 +299,7 @@ def as_member(p: GpuProcess, *, before: Member | None = None, found: State | Non
     if not p.along:
         held = before.gpus if p.offloaded and before.gpus else p.gpus or before.gpus
     member = dataclasses.replace(member, gpus=held, lost=before.lost, image=before.image, oom_score_adj=before.oom_score_adj)
-    return dataclasses.replace(member, movable=movable or before.movable, moved=before.moved) if away else member
+    return dataclasses.replace(member, movable=movable or before.movable, moved=before.moved, stays=before.stays) if away else member
 
 
 def as_found(inventory: Inventory, by_pool: Collection[ProcessId] = ()) -> list[ProcessReport]:

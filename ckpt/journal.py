@@ -44,6 +44,7 @@ class Member:
     along: bool = False  # it was taken along: while the group is suspended it is disarmed
     movable: bool = False  # its own allocator takes memory off the GPU first, and brings it back last
     moved: Mapping[str, int] | None = None  # what left that way: "kept_bytes", "dropped_bytes"
+    stays: tuple[Mapping[str, Any], ...] = ()  # by class: what its agent knew of that did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +244,7 @@ def _record(document: dict[str, Any]) -> Record:
             m.get("along", False),
             m.get("movable", False),
             m.get("moved"),
+            tuple(m.get("stays", ())),
         )
         for m in document["members"]
     )

@@ -336,8 +336,9 @@ class LocalWorld:
         movable: Collection[ProcessId] = (),
         keep: bool = False,
         accept: bool = False,
+        measure: bool = False,
     ) -> dict[ProcessId, AgentPending]:
-        return self.agents.start(call, processes_, operation, timeout_s, movable, keep, accept)
+        return self.agents.start(call, processes_, operation, timeout_s, movable, keep, accept, measure)
 
     def wait(self, pending: Collection[Any], until: float) -> None:
         if any(p.call is Call.CHECKPOINT for p in pending):

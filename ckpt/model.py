@@ -88,6 +88,7 @@ class Outcome:
     hint: str = ""
     image: dict[str, Any] | None = None  # of a store: where it lies now
     moved: dict[str, int] | None = None  # of an offload: "kept_bytes" and "dropped_bytes"
+    stays: tuple[Mapping[str, Any], ...] = ()  # of comms, where it was asked for: as in a report, without what nobody can tell
 
     @property
     def ok(self) -> bool:
@@ -292,6 +293,7 @@ class ProcessReport:
     disk_bytes: int = 0  # of its image, where that is on disk and not in host memory
     image: dict[str, Any] | None = None  # while suspended: how it was made, and where it lies
     moved: Mapping[str, int] | None = None  # while suspended: what left by its own allocator, "kept_bytes" and "dropped_bytes"
+    stays: tuple[Mapping[str, Any], ...] = ()  # of ``retained_bytes`` by its pool alone: {"class", "bytes", "why"} each
 
 
 @dataclass(frozen=True, slots=True)

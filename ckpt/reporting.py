@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuckpt import keeping
@@ -29,6 +29,17 @@ def growing(left_bytes: Sequence[int]) -> str:
     return f"{first:.0f} MiB, and {last:.0f} MiB {run - 1} suspends later: {(last - first) / (run - 1):.0f} MiB more each time"
 
 
+#: What no call tells of, and NVML counts.
+REMAINDER = "context-and-modules"
+
+
+def stays(told: Sequence[Mapping[str, Any]], held_bytes: int) -> tuple[Mapping[str, Any], ...]:
+    """What is *told* of a process by class, and in a class of its own what is left of the *held_bytes* that NVML counts."""
+    left = held_bytes - sum(t["bytes"] for t in told)
+    why = "what NVML counts beyond these: the context, modules, graph executables, and what was allocated past torch and every pool"
+    return (*told, *([{"class": REMAINDER, "bytes": left, "why": why}] if left > 0 else []))
+
+
 class Reporting(Group):
     """The end of a command: its report, and a line in the audit log."""
 
@@ -48,7 +59,8 @@ class Reporting(Group):
             host_bytes = kept.host_bytes + (moved or {}).get("kept_bytes", 0)
             by_pool = sum(g.bytes_after or 0 for g in row.gpus) if p.id in down and p.state is State.DISARMED else 0
             row = dataclasses.replace(row, host_bytes=host_bytes, disk_bytes=kept.disk_bytes, image=kept.image)  # noqa: PLW2901
-            rows.append(dataclasses.replace(row, moved=moved, retained_bytes=by_pool))
+            why = stays(known[p.id].stays, by_pool) if by_pool and p.id in known else ()
+            rows.append(dataclasses.replace(row, moved=moved, retained_bytes=by_pool, stays=why))
         report = dataclasses.replace(self.report(rows, already=True), hazards=())  # they are of a suspend, and there is none
         self._close("already")
         return report
@@ -82,11 +94,12 @@ class Reporting(Group):
                 gpus[uuid] = GpuReport(uuid, before, nbytes)
             image = keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if checkpointed else keeping.NOWHERE
             kept = sum(retained.pop(g.uuid, 0) for g in m.gpus) if checkpointed else 0
-            if down and not checkpointed and not m.along:
-                kept = sum(nbytes or 0 for nbytes in here.values())
+            by_pool = down and not checkpointed and not m.along
+            kept = sum(nbytes or 0 for nbytes in here.values()) if by_pool else kept
+            why = stays(m.stays, kept) if by_pool else ()
             moved = m.moved if checkpointed or down else None
             in_host = image.host_bytes + (moved or {}).get("kept_bytes", 0)
-            where = (in_host, kept, m.lost or m.waiting, image.disk_bytes, image.image, moved)
+            where = (in_host, kept, m.lost or m.waiting, image.disk_bytes, image.image, moved, why)
             rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
         return self.report(rows, ok=ok, error=error.as_dict() if error else None, details={"method": self.taken} if self.taken else {})
 

@@ -174,18 +174,9 @@ class Walk:
         known = self._ranks() if phase.call in (Call.COMMS, Call.COMMS_RESUME) else ()
         if phase.call in plan.AGENT_CALLS:
             assert self.record is not None
-            left_s = max(0.05, self.deadline.at - begun)
-            calls.update(
-                world.ask(
-                    phase.call,
-                    phase.processes,
-                    operation=self.record.id,
-                    timeout_s=left_s,
-                    movable=self.movable,
-                    keep=self.keep_comms,
-                    accept="possible-import" in self.accept,
-                )
-            )
+            how: dict[str, Any] = {"operation": self.record.id, "timeout_s": max(0.05, self.deadline.at - begun), "movable": self.movable}
+            how |= {"keep": self.keep_comms, "accept": "possible-import" in self.accept, "measure": self.method == "pool"}
+            calls.update(world.ask(phase.call, phase.processes, **how))
         for process in phase.processes if phase.call not in plan.AGENT_CALLS else ():
             try:
                 calls[process] = world.start(
@@ -247,6 +238,8 @@ class Walk:
             self.now[process] = self.result(call, process)
             if call is Call.OFFLOAD and self.record is not None:
                 self.record = self.record.with_member(process, moved=outcome.moved)
+            if call is Call.COMMS and self.record is not None:
+                self.record = self.record.with_member(process, stays=outcome.stays)
             if call is Call.LOCK:
                 self.guards[process] = pending
             return None

@@ -128,12 +128,13 @@ class World(Protocol):
         movable: Collection[ProcessId] = (),
         keep: bool = False,
         accept: bool = False,
+        measure: bool = False,
     ) -> Mapping[ProcessId, Pending]:
         """Begin the *call* of the agents of *processes*; an agent answers after at most *timeout_s*, or not at all.
 
         What they do together (``agent.protocol.TOGETHER``) all begin, or none: those that were ready then end as "agent:DROPPED".
         A quiesce tells those that are *movable* that an offload follows; with *keep* the communicators are left alone, with *accept* their
-        hazards are taken on.
+        hazards are taken on. After comms they tell what stays on the GPU, to *measure* it.
         """
         ...
 

@@ -153,6 +153,8 @@ def show(report: Report) -> None:
         moved = ", ".join(f"{size(g.bytes_before)} → {size(g.bytes_after)} on {g.uuid}" for g in p.gpus)
         stays = f"; {size(p.retained_bytes)} stay on the GPU" if p.state == BY_POOL else ""
         click.echo(f"{p.state}: pid {p.pid} ({p.name})  {moved}{stays}")
+        if p.stays:
+            click.echo(f"  pid {p.pid} keeps: " + ", ".join(f"{s['class']} {size(s['bytes'])}" for s in p.stays))
     if not report.already:
         way = report.details.get("method")
         if way and (way["taken"] != "driver" or way["asked"] != "auto"):

@@ -9,6 +9,7 @@ They never raise for what NCCL answers: an :class:`Outcome` says how each commun
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,16 @@ def needed_host_bytes(communicators: Sequence[Communicator]) -> list[int]:
     """Host memory that NCCL's own backup of each takes at most while it is suspended, in bytes. NCCL does not say which part it backs up.
     0 of one that is suspended, cannot be, or does not answer (which is a hazard, by its own words)."""
     return [_backup_bytes(c) for c in communicators]
+
+
+def held_bytes(communicators: Sequence[Communicator]) -> int:
+    """What they have on the GPU now, in bytes, by NCCL's own count: 0 of one that does not tell (before 2.29.7), or does not answer."""
+    total = 0
+    for c in (c for c in communicators if c.library.can_suspend):
+        with contextlib.suppress(GpuckptError):
+            stats = c.library.stats(c.pointer)
+            total += stats.persistent_bytes if stats.suspended else stats.total_bytes
+    return total
 
 
 def _backup_bytes(c: Communicator) -> int:

@@ -229,6 +229,7 @@ class MemoryWorld:
         movable: Collection[ProcessId] = (),
         keep: bool = False,
         accept: bool = False,
+        measure: bool = False,
     ) -> dict[ProcessId, AgentCall]:
         if call not in TOGETHER:
             asked = {}

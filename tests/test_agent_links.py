@@ -181,6 +181,9 @@ class NoCommunicators:
 
     def suspend(self) -> None: ...
 
+    def held_bytes(self) -> int:
+        return 0
+
     def resume(self) -> None: ...
 
 

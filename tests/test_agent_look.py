@@ -133,6 +133,9 @@ class Double:
 
     def suspend(self) -> None: ...
 
+    def held_bytes(self) -> int:
+        return 0
+
     def resume(self) -> None: ...
 
 

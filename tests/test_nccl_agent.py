@@ -44,14 +44,16 @@ def test_suspended_resumed_and_proven(nccl_run: Run) -> None:
     out = nccl_run(
         TWO
         + """
-out["seen"] = a.describe()
+out["seen"], out["held"] = a.describe(), [a.held_bytes()]
 a.suspend()
 out["while"] = [{**c, "host_bytes": 480 << 20} for c in a.describe()] == out["seen"], a.hazards()
+out["held"].append(a.held_bytes())
 a.resume()
 out["verified"], out["calls"] = verified, calls()
 """
     )
     assert [c["name"] for c in out["seen"]] == ["registered:a", "registered:b"]
+    assert out["held"] == [2 * (480 << 20) + 14, 14]
     assert out["while"] == [True, []]
     assert out["verified"] == ["registered:a", "registered:b"]
     assert [c.split()[1] for c in out["calls"] if "Suspend" in c or "Resume" in c] == ["ncclCommSuspend"] * 2 + ["ncclCommResume"] * 2
@@ -67,14 +69,28 @@ for name, size in (("own", 1), ("both", 2)):
 a = NcclCommunicators()
 out["seen"] = a.describe()
 a.suspend()
-out["while"] = a.describe()
+out["while"], out["held"] = a.describe(), a.held_bytes()
 a.resume()
 out["verified"], out["calls"] = verified, calls()
 """
     )
     assert [(c["name"], c["size"], c["host_bytes"]) for c in out["seen"]] == [("registered:both", 2, 480 << 20), ("registered:own", 1, 0)]
     assert [c["name"] for c in out["while"]] == ["registered:both", "registered:own"]
+    assert out["held"] == (480 << 20) + 14, "that of one rank keeps all"
     assert (out["verified"], [c.split()[2] for c in out["calls"]]) == (["registered:both"], ["both", "both"])
+
+
+def test_a_library_that_does_not_tell_what_its_communicators_hold(nccl_run: Run) -> None:
+    out = nccl_run(
+        BEGIN
+        + """
+for name in ("old", "new"):
+    c = communicator(opened(f"{name}/libnccl.so.2"), name, carried=True)
+    register(c.pointer, c.library.path, name=name, carried=True)
+out["held"] = NcclCommunicators().held_bytes()
+"""
+    )
+    assert out["held"] == (480 << 20) + 7
 
 
 def test_a_suspend_that_nccl_refuses_leaves_all_as_found(nccl_run: Run) -> None:

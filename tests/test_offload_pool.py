@@ -27,7 +27,7 @@ def worker(cache_dtype: str = "auto", **config: object) -> SimpleNamespace:
 
 def test_nothing_is_dropped_of_a_program_and_all_comes_back(gpu: Gpu, torch: Torch) -> None:
     memory = PoolMemory()
-    assert memory.describe() is None
+    assert (memory.describe(), memory.tags()) == (None, [])
     made = {name: under(torch, name, name.encode() * 100) for name in ("weights", "kv_cache", "mine")}
     content = {name: t.content() for name, t in made.items()}
     seen = memory.describe()
@@ -39,6 +39,7 @@ def test_nothing_is_dropped_of_a_program_and_all_comes_back(gpu: Gpu, torch: Tor
         assert set(where().values()) == {"host"}
         assert gpu.held.used == (0, 0)
         assert memory.describe() is None
+        assert {(t["tag"], t["bytes"], t["where"]) for t in memory.tags()} == {(name, GRANULARITY, "host") for name in made}
         memory.onload()
         assert {name: t.content() for name, t in made.items()} == content
         assert memory.describe()["host_bytes"] == 0, "its copies are there for the next time"

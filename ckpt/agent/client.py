@@ -56,7 +56,8 @@ class AgentPending:
         answer = self.link.answer(self.number)
         if answer is not None:
             result = "SUCCESS" if answer["result"] == "SUCCESS" else f"agent:{answer['result']}"
-            self.outcome = Outcome(result, message=answer["message"], moved=answer.get("moved"))
+            stays = tuple(answer.get("stays") or ())
+            self.outcome = Outcome(result, message=answer["message"], moved=answer.get("moved"), stays=stays)
 
     def ready(self, until: float) -> bool:
         """Whether the agent says by *until* that it can begin; what it says else is the outcome."""
@@ -186,11 +187,12 @@ class Agents:
         movable: Collection[ProcessId] = (),
         keep: bool = False,
         accept: bool = False,
+        measure: bool = False,
     ) -> dict[ProcessId, AgentPending]:
         """Ask the agents of *processes_* for *call*. Of what they do together either all have been told to begin, or none.
 
         A quiesce tells those that are *movable* that an offload follows; with *keep* the communicators are left alone, with *accept* their
-        hazards are taken on.
+        hazards are taken on. After comms they tell what stays on the GPU, to *measure* it.
         """
         if call not in protocol.TOGETHER:
             said = {"keep": keep, "accept": accept}
@@ -198,8 +200,8 @@ class Agents:
             return {p: self._ask(call, p, operation, timeout_s, **more[p]) for p in processes_}
         ours, theirs = os.pipe()  # theirs is what we write to: closed by our death, too
         try:
-            left_alone = {"keep": keep} if call is Call.COMMS else {}
-            calls = {p: self._ask(call, p, operation, timeout_s, ours, **left_alone) for p in processes_}
+            said = {"keep": keep, "measure": measure} if call is Call.COMMS else {}
+            calls = {p: self._ask(call, p, operation, timeout_s, ours, **said) for p in processes_}
             until = time.monotonic() + HELLO_DEADLINE_S
             ready = [c.ready(until) for c in calls.values()]
             if all(ready):

@@ -43,6 +43,10 @@ class Communicators(Protocol):
 
     def suspend(self) -> None: ...
 
+    def held_bytes(self) -> int:
+        """GPU memory that they hold, suspended or not, as far as their library tells."""
+        ...
+
     def resume(self) -> None:
         """Bring every communicator back and prove it: a collective over rank-distinct data."""
         ...

@@ -5,19 +5,23 @@ A program that put some of its memory to sleep itself gets it back asleep: what 
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import Any, Protocol
 
 
 class Memory(Protocol):
-    """``describe`` and ``announce`` run on the agent's thread, the others on the program's own, while it stands at its safe point.
+    """``describe`` and ``announce`` run on the agent's thread, ``tags`` on any, the others on the program's own, while it stands at its
+    safe point.
 
     A failure is an exception whose text is for people.
     """
 
     def describe(self) -> dict[str, Any] | None:
         """Of a program that runs: the fields of :class:`gpuckpt.model.Movable`; None where nothing can be moved now."""
+        ...
+
+    def tags(self) -> list[dict[str, Any]]:
+        """All that it has, at any time: ``{"tag", "device", "bytes", "where"}`` each; "gpu", or elsewhere."""
         ...
 
     def announce(self, offload: bool) -> None:
@@ -46,11 +50,14 @@ class PoolMemory:
         pool = sys.modules.get("gpuckpt.pool")  # found, never imported by us first
         if pool is None or not pool.active():
             return None
-        tags = [dataclasses.asdict(s) for s in pool.stats()]
-        moving = sum(t["bytes"] for t in tags if t["where"] == "gpu")
-        seen = [{k: t[k] for k in ("tag", "device", "bytes", "where")} for t in tags]
-        host_bytes = max(0, moving - sum(t["host_bytes"] for t in tags if t["where"] == "gpu"))  # copies of an earlier sleep are there
-        return {"kept_bytes": moving, "host_bytes": host_bytes, "tags": seen} if moving else None
+        awake = [s for s in pool.stats() if s.where == "gpu"]
+        moving = sum(s.bytes for s in awake)
+        host_bytes = max(0, moving - sum(s.host_bytes for s in awake))  # copies of an earlier sleep are there
+        return {"kept_bytes": moving, "host_bytes": host_bytes, "tags": self.tags()} if moving else None
+
+    def tags(self) -> list[dict[str, Any]]:
+        pool = sys.modules.get("gpuckpt.pool")
+        return [{"tag": s.tag, "device": s.device, "bytes": s.bytes, "where": s.where} for s in (pool.stats() if pool else ())]
 
     def announce(self, offload: bool) -> None: ...
 

@@ -83,6 +83,13 @@ class NcclCommunicators:
             raise AsFoundError(str(outcome.error)) from outcome.error
         outcome.raise_for_error()
 
+    def held_bytes(self) -> int:
+        from gpuckpt.nccl.communicators import listing
+        from gpuckpt.nccl.suspend import held_bytes
+
+        seen = listing() if self._suspended is None else None
+        return held_bytes(self._seen if seen is None else (*seen.communicators, *seen.alone))
+
     def resume(self) -> None:
         from gpuckpt.nccl import suspend
         from gpuckpt.nccl.verify import verify

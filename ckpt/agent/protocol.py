@@ -2,9 +2,9 @@
 
 One JSON object a line. A request has a number, and names a call, the operation and the seconds that are left; "quiesce" also says
 whether an ``offload`` will follow, and whether it takes on what hazards there are (``accept``), it and "comms" whether the communicators
-are to be left alone (``keep``). Its answer has that number, a ``result`` ("SUCCESS", "NOT_READY", "ILLEGAL_STATE", "DROPPED",
-"REFUSED", "CHANGED", "FAILED"), the ``stage`` that the agent is in now, and words; of an offload the bytes that ``moved``. What was
-refused is as it was found.
+are to be left alone (``keep``), and "comms" whether to tell by class what stays on the GPU (``measure``). Its answer has that number, a
+``result`` ("SUCCESS", "NOT_READY", "ILLEGAL_STATE", "DROPPED", "REFUSED", "CHANGED", "FAILED"), the ``stage`` that the agent is in now,
+and words; of an offload the bytes that ``moved``, of comms what ``stays``. What was refused is as it was found.
 
 A "hello" says how long it waits for the program to come by and look at its communicators (``look_s``), which is answered as soon as it
 has. If it does not come, ``unseen`` has words for it, and what is told is what was seen before. ``looks``: a look would tell more;

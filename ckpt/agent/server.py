@@ -28,7 +28,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from gpuckpt.agent import protocol
+from gpuckpt.agent import protocol, stays
 from gpuckpt.agent.communicators import Communicators
 from gpuckpt.agent.memory import Memory, PoolMemory
 from gpuckpt.agent.place import Done, HalfWayError, Place, Seen, words
@@ -84,6 +84,7 @@ class Agent:
     _running: str = ""  # the job that the program's thread has been given
     _offloaded: bool = False  # something may have left the GPU, and has to come back
     _comms_kept: bool = False  # its communicators were to be left alone
+    _measures: bool = False  # what stays is to be told
     _broken: str = ""  # how its communicators failed: it stays where it is until a controller has heard of it
     _listener: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
     _woken: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
@@ -221,7 +222,7 @@ class Agent:
             self.memory.announce(bool(request.get("offload")))
             connection.keeps, connection.accepts = bool(request.get("keep")), bool(request.get("accept"))
         elif call == "comms":
-            self._comms_kept = bool(request.get("keep"))
+            self._comms_kept, self._measures = bool(request.get("keep")), bool(request.get("measure"))
         if call in protocol.TOGETHER:
             self._prepared = _Prepared(connection, number, call, pipes.pop(), seconds)
             self._selector.register(self._prepared.pipe, selectors.EVENT_READ, self._prepared)
@@ -270,24 +271,30 @@ class Agent:
         """Have *call* done by the program's thread."""
         work: dict[str, Callable[[], Any]] = {
             "offload": self._offload,
-            "comms": _nothing if self._comms_kept else self.communicators.suspend,
-            "comms-resume": _nothing if self._comms_kept else self.communicators.resume,
+            "comms": self._comms,
+            "comms-resume": (lambda: None) if self._comms_kept else self.communicators.resume,
             "onload": self.memory.onload,
         }
         self._running = call
         self._offloaded = self._offloaded or call == "offload"
         self.place.give(call, work[call])
 
-    def _offload(self) -> dict[str, int]:
+    def _offload(self) -> dict[str, Any]:
         """On the program's thread. What fails half-way is taken back at once; where that fails too, it is for a later ``onload``."""
         try:
-            return self.memory.offload()
+            return {"moved": self.memory.offload()}
         except Exception as error:
             try:
                 self.memory.onload()
             except Exception as e:
                 raise HalfWayError(f"{words(error)}; and what had left could not come back: {words(e)}") from e
             raise
+
+    def _comms(self) -> dict[str, Any]:
+        """On the program's thread."""
+        if not self._comms_kept:
+            self.communicators.suspend()
+        return {"stays": stays.classes(self.communicators, self.memory)} if self._measures else {}
 
     def _collect(self) -> None:
         """Take in what the program's thread has done."""
@@ -322,7 +329,7 @@ class Agent:
             self.stage = protocol.leads_to(call, self._offloaded)
             self._offloaded = self._offloaded and call != "onload"
         if owner is not None and owner.asked == call:
-            more = {"moved": done.result} if call == "offload" and not error else {}
+            more = done.result if call in ("offload", "comms") and not error else {}
             self._done_with(owner, "REFUSED" if refused else "FAILED" if error else "SUCCESS", error, **more)
             if call == "unquiesce":
                 self._owner = None
@@ -388,6 +395,3 @@ class Agent:
     def _answer(self, connection: Connection, number: int, result: str, said: str, **more: Any) -> None:
         answer = {"version": protocol.VERSION, "number": number, "result": result, "stage": self.stage, "message": said}
         connection.send({**answer, "visits": self.place.visits, **more})
-
-
-def _nothing() -> None: ...

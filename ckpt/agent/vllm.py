@@ -234,6 +234,7 @@ class Worker:
         self.inner, self.ring, self.refusals = inner, ring, refusals
         self.describe, self.hazards, self.sockets = inner.describe, inner.hazards, inner.sockets
         self.synchronise, self.suspend, self.resume = inner.synchronise, inner.suspend, inner.resume
+        self.held_bytes = inner.held_bytes
 
     def obstacles(self) -> list[str]:
         if not self.ring.visit and not self.ring.heard():

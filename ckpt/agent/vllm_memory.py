@@ -65,7 +65,7 @@ class SleepMode:
         self._dropped = False
 
     def describe(self) -> dict[str, Any] | None:
-        tags = self._tags()
+        tags = self.tags()
         if not tags or any(t["where"] != "gpu" for t in tags):
             return None  # it was put to sleep by its own endpoint, and stays so
         names = {t["tag"] for t in tags} - ({KV_CACHE} if self._drops() else set())
@@ -104,7 +104,7 @@ class SleepMode:
             return False
         return getattr(config, "kv_transfer_config", None) is None and str(config.cache_config.cache_dtype) in _PLAIN_CACHES
 
-    def _tags(self) -> list[dict[str, Any]]:
+    def tags(self) -> list[dict[str, Any]]:
         """Bytes by tag, device, and where they are: "gpu" or elsewhere."""
         raise NotImplementedError
 
@@ -125,7 +125,7 @@ class InCumem(SleepMode):
 
     pinned_bytes = 0
 
-    def _tags(self) -> list[dict[str, Any]]:
+    def tags(self) -> list[dict[str, Any]]:
         nbytes: dict[tuple[str, int, str], int] = {}
         for block in self._blocks().values():
             key = (block.tag, block.handle[0], "host" if block.is_asleep else "gpu")
@@ -159,7 +159,7 @@ class InPool(SleepMode):
 
     by = "gpuckpt.pool"
 
-    def _tags(self) -> list[dict[str, Any]]:
+    def tags(self) -> list[dict[str, Any]]:
         stats = sys.modules["gpuckpt.pool"].stats()
         return [{"tag": s.tag, "device": s.device, "bytes": s.bytes, "where": s.where} for s in stats]
 

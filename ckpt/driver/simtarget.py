@@ -97,7 +97,8 @@ def main(arguments: list[str] | None = None) -> int:
     uuids = {gpu.index: uuid for uuid, gpu in world.peek().rules.gpus.items()}
     held = {uuids[index]: round(options.gib * GIB) for index in options.gpu or [0]}
     tags = {tag: round(float(gib) * GIB) for tag, _, gib in (word.partition("=") for word in options.pool)}
-    held[next(iter(held))] += sum(tags.values())
+    told = {what: round(float(gib) * GIB) for what, _, gib in (word.partition("=") for word in options.stays)}
+    held[next(iter(held))] += sum(tags.values()) + sum(told.values())
     try:
         world.register(os.getpid(), held, options.trait, round(options.exported_gib * GIB))
     except CallError as error:
@@ -109,6 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     has_agent = options.agent is not None or bool(tags)
     if has_agent:
         _install_agent(world, options)
+        _tell(told)
     try:
         if options.busy_s:
             world.make_busy(target.pid, options.busy_s)
@@ -141,6 +143,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     words = ("COMMUNICATOR", "RANK", "SIZE")
     parser.add_argument("--agent", nargs=3, action="append", metavar=words, help="install an agent that suspends it; repeatable")
     parser.add_argument("--pool", action="append", default=[], metavar="TAG=GIB", help="more, in a pool that it can empty; has an agent")
+    parser.add_argument("--stays", action="append", default=[], metavar="CLASS=GIB", help="more, of which its agent can tell the class")
     parser.add_argument("--meet-in", metavar="DIRECTORY", help="where the communicator's ranks meet; by default those of this machine")
     parser.add_argument("--nccl", default="2.30.7", metavar="VERSION", help="that the agent reports")
     parser.add_argument("--daemon", action="store_true", help="stay when the input ends")
@@ -177,6 +180,13 @@ def _install_pool(world: SimulatedWorldDir, tags: dict[str, int]) -> SimulatedPo
     pool: Any = SimulatedPool(world, os.getpid(), tags)
     sys.modules["gpuckpt.pool"] = pool
     return pool  # type: ignore[no-any-return]
+
+
+def _tell(nbytes: dict[str, int]) -> None:
+    """In place of what an agent asks the driver of the process that it is in."""
+    from gpuckpt.agent import stays
+
+    stays.of_driver = lambda: nbytes  # type: ignore[assignment, misc]
 
 
 def _print(answer: dict[str, Any]) -> None:

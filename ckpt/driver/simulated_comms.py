@@ -37,6 +37,9 @@ class NoCommunicator:
 
     def suspend(self) -> None: ...
 
+    def held_bytes(self) -> int:
+        return 0
+
     def resume(self) -> None: ...
 
 
@@ -72,6 +75,9 @@ class SimulatedCommunicator:
     def suspend(self) -> None:
         self._meet("suspend")
         self.world.mark_communicator(self.pid, suspended=True)
+
+    def held_bytes(self) -> int:
+        return 0
 
     def resume(self) -> None:
         with self.world.cuda_call(self.pid):  # touches the GPU: it needs a process that is restored and unlocked
@@ -118,6 +124,9 @@ class SimulatedCommunicators:
     def suspend(self) -> None:
         for c in self.several:
             c.suspend()
+
+    def held_bytes(self) -> int:
+        return sum(c.held_bytes() for c in self.several)
 
     def resume(self) -> None:
         for c in self.several:

@@ -44,6 +44,9 @@ class Alone:
             pass
 
     def suspend(self) -> None: ...
+    def held_bytes(self) -> int:
+        return 0
+
     def resume(self) -> None: ...
 
 
