@@ -1,6 +1,6 @@
 """What stays on the GPU, by class: a torch process is built up step by step (context, modules, pool, cuBLAS, local memory, graphs, NCCL), and
 after each step it is read what it holds: as it runs, after torch.cuda.empty_cache(), after pool.sleep(), while it is suspended by the pool
-alone, and by the driver. usage: what_stays.py [GRAPHS]
+alone, and by the driver; and beside that what the report of the pool alone says by class. usage: what_stays.py [GRAPHS]
 
 GRAPHS executables of 100 nodes (64). Ends after LIMIT_S (120) seconds in any case: a way that would not fit any more is left out. With
 GPUCKPT_SIMULATE on a simulated GPU, where a step takes what it is made to take.
@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+#: A class of the report that grows with one step -> that step.
+TOLD = {"local-memory": "local memory", "nccl": "nccl"}
 STEPS = ("context", "modules", "pool", "cublas", "local memory", "graphs", "graphs in the pool", "nccl")
 MIB = 1 << 20
 NODES = 100
@@ -87,9 +89,10 @@ class Real:
         import gpuckpt.agent
         import gpuckpt.pool
 
+        self.tags = gpuckpt.pool
         self.torch.manual_seed(7)
         for tag, mib in (("weights", 512), ("kv_cache", 256)):
-            with gpuckpt.pool.tag(tag):
+            with self.tags.tag(tag):
                 made = self.torch.randint(0, 1 << 30, (mib * MIB // 4,), device="cuda", dtype=self.torch.int32)
             self.sums.append(lambda made=made: int(made.sum()))  # type: ignore[misc]
         gpuckpt.agent.install()
@@ -123,14 +126,11 @@ class Real:
         self.capture(lambda graph: self.torch.cuda.graph(graph, pool=handle))
 
     def graphs_in_the_pool(self) -> None:
-        import gpuckpt.pool
-
-        self.capture(gpuckpt.pool.cuda_graph)
+        self.capture(self.tags.cuda_graph)
 
     def capture(self, within: Callable[[Any], Any]) -> None:
-        torch = self.torch
+        torch, made = self.torch, []
         x = torch.ones(1 << 18, device="cuda")
-        made = []
         for _ in range(self.n):
             graph = torch.cuda.CUDAGraph()
             with within(graph):
@@ -170,21 +170,21 @@ class Real:
         self.torch.cuda.empty_cache()
 
     def sleep(self) -> None:
-        import gpuckpt.pool
-
-        gpuckpt.pool.sleep(discard=())
+        self.tags.sleep(discard=())
 
     def wake(self) -> None:
-        import gpuckpt.pool
-
-        gpuckpt.pool.wake()
+        self.tags.wake()
 
     def answer(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"pid": os.getpid(), "sums": [s() for s in self.sums], "nccl": getattr(self, "versions", None)}
-        if hasattr(self, "torch"):
-            self.torch.cuda.synchronize()
-            found |= {"torch_mib": self.torch.cuda.memory_reserved() >> 20, "torch_used_mib": self.torch.cuda.memory_allocated() >> 20}
-        return found
+        return {"pid": os.getpid(), "sums": [s() for s in self.sums], "nccl": getattr(self, "versions", None), **self.books()}
+
+    def books(self) -> dict[str, int]:
+        """torch's, awake or asleep; nothing is touched."""
+        if not hasattr(self, "torch"):
+            return {}
+        self.torch.cuda.synchronize()
+        reserved, tags = self.torch.cuda.memory_reserved(), sum(s.bytes for s in self.tags.stats()) if hasattr(self, "tags") else 0
+        return {"torch_mib": reserved >> 20, "outside_mib": (reserved - tags) >> 20, "torch_used_mib": self.torch.cuda.memory_allocated() >> 20}
 
     @staticmethod
     def call(result: Any) -> Any:
@@ -206,6 +206,7 @@ class Simulated:
         self.world = SimulatedWorldDir(os.environ["GPUCKPT_SIMULATE"])
         self.moved: Any = None
         self.cached = 0
+        self.told: dict[str, int] = {}
 
     def take(self, mib: int) -> None:
         with self.world.cuda_call(os.getpid()), self.world.transaction() as world:
@@ -228,9 +229,11 @@ class Simulated:
             self.world.register(os.getpid(), {uuids[0]: self.TAKES[step] * MIB})
             return
         self.take(self.TAKES[step])
+        self.told |= {name: self.TAKES[of] * MIB for name, of in TOLD.items() if of == step}
         if step == "pool":
             self.moved = simtarget._install_pool(self.world, {"weights": 512 * MIB, "kv_cache": 256 * MIB})
             simtarget._install_agent(self.world, simtarget._parse([]))
+            simtarget._tell(self.told)
         if step == "cublas":
             self.take(self.CACHED)
             self.cached = self.CACHED
@@ -249,7 +252,10 @@ class Simulated:
 
     def answer(self) -> dict[str, Any]:
         with self.world.cuda_call(os.getpid()) as contents:
-            return {"pid": os.getpid(), "sums": [len(path.read_bytes()) for path in contents], "torch_mib": self.cached}
+            return {"pid": os.getpid(), "sums": [len(path.read_bytes()) for path in contents], **self.books()}
+
+    def books(self) -> dict[str, int]:
+        return {"torch_mib": self.cached, "outside_mib": self.cached}
 
 
 def target(graphs: int) -> None:
@@ -263,7 +269,7 @@ def target(graphs: int) -> None:
                 getattr(process, line.replace(" ", "_"))()
             except Exception as e:  # noqa: BLE001 - it goes on with the next step
                 done = {"error": f"{type(e).__name__}: {e}"[:500]}
-        print(json.dumps({**(process.answer() if line not in ("sleep", "empty_cache") else {}), **done}), flush=True)
+        print(json.dumps({**(process.answer() if line not in ("sleep", "empty_cache") else process.books()), **done}), flush=True)
 
 
 def lines() -> Iterator[str]:
@@ -312,6 +318,8 @@ def main() -> None:
         if code:
             return {"exit": code, "error": down.get("error")}
         found: dict[str, Any] = {**read(), "suspend_s": down.get("seconds")}
+        if method == "pool":
+            found["told_mib"] = {s["class"]: s["bytes"] >> 20 for s in down["processes"][0]["stays"]}
         code, up, _ = gpuckpt("resume", t.pid, timeout=max(5.0, left_s()))
         return {**found, "exit": code, "resume_s": up.get("seconds"), "error": up.get("error")}
 
@@ -334,8 +342,8 @@ def main() -> None:
                 continue
             begun = time.monotonic()
             if way in ("empty_cache", "sleep"):
-                error = ask(way).get("error")
-                row[way] = {**read(), **({"error": error} if error else {})}
+                books = ask(way)
+                row[way] = {**read(), **{k: books[k] for k in ("error", "outside_mib") if books.get(k)}}
                 if way == "sleep":
                     ask("wake")
             else:
@@ -357,8 +365,31 @@ def main() -> None:
     if "pool" in at and "sleep" in at["pool"]:
         gone = at["pool"]["running"]["card_mib"] - at["pool"]["sleep"]["card_mib"]
         r.check("what is under tags leaves with pool.sleep()", gone >= 768, gone)
+    compare(r, rows)
     t.end()
     r.finish()
+
+
+def compare(r: Any, rows: list[dict[str, Any]]) -> None:
+    """What the report of the pool alone told by class, beside what NVML and torch say."""
+    told = {x["step"]: x["pool"] for x in rows if "told_mib" in x.get("pool", {})}
+    held = {step: p["process_mib"] if p["process_mib"] is not None else p["card_mib"] for step, p in told.items()}
+    sums = {step: [sum(p["told_mib"].values()), held[step]] for step, p in told.items()}
+    r.check("its classes come to what NVML counts", all(abs(a - b) <= 8 for a, b in sums.values()), sums)  # each is cut to whole MiB
+    asleep = {x["step"]: x["sleep"].get("outside_mib", 0) for x in rows if "sleep" in x}
+    torch = {step: [p["told_mib"].get("torch", 0), asleep[step]] for step, p in told.items() if step in asleep}
+    r.check("its torch is what torch has outside of tags", all(abs(a - b) <= 2 for a, b in torch.values()), torch)
+    steps = list(told)
+    for name, step in TOLD.items():
+        if step in steps[1:]:
+            before = steps[steps.index(step) - 1]
+            grown = [told[step]["told_mib"].get(name, 0) - told[before]["told_mib"].get(name, 0), held[step] - held[before]]
+            r.note(f"{name}: told, by NVML", grown)  # NCCL's step brings its code as well, and an older NCCL tells nothing
+            if name == "local-memory":
+                r.check("its local memory is what the greedy kernel took", abs(grown[0] - grown[1]) <= 0.05 * grown[1], grown)
+    context = next((x["running"]["process_mib"] or x["running"]["card_mib"] for x in rows if x["step"] == "context"), 0)
+    least = {s: sum(p["told_mib"].get(n, 0) for n in ("context-and-modules", "local-memory", "printf-malloc")) for s, p in told.items()}
+    r.check("what nobody tells is no less than a bare context", all(n >= context for n in least.values()), [context, least])
 
 
 if __name__ == "__main__":
