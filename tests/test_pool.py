@@ -226,6 +226,25 @@ def test_host_memory_that_is_not_there_is_not_begun(gpu: Gpu, monkeypatch: pytes
     assert gpu.read(address, len(content)) == content
 
 
+def test_the_budget_of_its_run_bounds_what_a_process_holds(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that it has kept from an earlier sleep count; one more of these does not."""
+    filled(gpu, "weights", MIB)
+    gpu.pool.sleep(OFFLOAD)
+    gpu.pool.wake({"weights"})
+    other, content = filled(gpu, "weights", MIB)
+    monkeypatch.setenv(host.BUDGET_VARIABLE, str(2 * MIB - 1))
+    calls = gpu.fake.fake_calls()
+    with pytest.raises(NoHostMemory, match=r"0\.00 GiB of host memory more, and beside the 0\.00 GiB that it holds .*GPUCKPT_HOST_BUDGET"):
+        gpu.pool.sleep(OFFLOAD)
+    assert {s.where for s in gpu.pool.stats()} == {"gpu"}
+    assert (gpu.fake.fake_calls(), gpu.read(other, len(content))) == (calls, content)
+    monkeypatch.setenv(host.BUDGET_VARIABLE, str(2 * MIB))
+    gpu.pool.sleep(OFFLOAD)
+    gpu.pool.wake({"weights"})
+    monkeypatch.setenv(host.BUDGET_VARIABLE, "0")
+    gpu.pool.sleep(OFFLOAD)
+
+
 def test_memory_that_cannot_be_registered_is_copied_the_slow_way(gpu: Gpu) -> None:
     address, content = filled(gpu, "weights")
     gpu.fake.fake_register_limit(ctypes.c_size_t(0))

@@ -29,6 +29,7 @@ def test_what_does_not_fit_is_refused_and_names_who_holds_it(stage: Stage) -> No
         for r in runs
     ]
     assert sorted(o.wait(60) for o in orders) == [0, 6], "two at once do not both take the last of it"
+    assert f"GPUCKPT_HOST_BUDGET={12 << 30}" in Path(f"/proc/{runs[0].child}/environ").read_text().split("\0"), "its pool keeps to it"
     away, here = sorted(runs, key=lambda r: r.facts["state"] != "suspended")
     slept = len(here.notes("sleep"))
     result = stage.gpuckpt("suspend", here.name)

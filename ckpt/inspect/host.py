@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 ROOT = Path("/")
 HOST_PID_NAMESPACE = "pid:[4026531836]"  # the kernel's PROC_PID_INIT_INO: the first pid namespace has this number on every Linux
 
+#: Bytes that the run which a process belongs to may hold in host memory: what the process holds by itself counts against them.
+BUDGET_VARIABLE = "GPUCKPT_HOST_BUDGET"
+
 RAY_THRESHOLD = "RAY_memory_usage_threshold"
 RAY_REFRESH = "RAY_memory_monitor_refresh_ms"
 RAY_LEAST_FREE = "RAY_min_memory_free_bytes"

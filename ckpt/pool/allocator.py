@@ -188,13 +188,23 @@ class Allocator:
         self._c.gpuckpt_pool_tune(threads or self._threads, ctypes.c_size_t(piece), ctypes.c_size_t(part))
 
     def _refuse_without_host_memory(self, tags: Collection[str]) -> None:
-        wanted = sum(r.nbytes for r in self.rows() if self._tags[r.tag] in tags and r.where == 0 and not r.host_bytes)
-        room = host.host_room("self") if wanted else None
-        if room is not None and wanted + _MARGIN_BYTES > room.available_bytes:
+        """The budget of a run is over all that it holds: here it bounds what this process has by itself, by whomever it is put to sleep."""
+        rows = self.rows()
+        wanted = sum(r.nbytes for r in rows if self._tags[r.tag] in tags and r.where == 0 and not r.host_bytes)
+        if not wanted:
+            return
+        room, held, budget = host.host_room("self"), sum(r.host_bytes for r in rows), os.environ.get(host.BUDGET_VARIABLE, "")
+        short = ""
+        if wanted + _MARGIN_BYTES > room.available_bytes:
+            short = f"there are {room.available_bytes / _GIB:.2f} GiB ({room.limit})"
+        elif budget.isdigit() and held + wanted > int(budget):
+            short = (
+                f"beside the {held / _GIB:.2f} GiB that it holds that is more than {int(budget) / _GIB:.2f} GiB ({host.BUDGET_VARIABLE})"
+            )
+        if short:
             raise NoHostMemory(
-                f"pid {os.getpid()}: a sleep takes {wanted / _GIB:.2f} GiB of host memory more, and there are "
-                f"{room.available_bytes / _GIB:.2f} GiB ({room.limit}). Everything is awake, as it was. Discard more tags, "
-                "or give memory back, and call again"
+                f"pid {os.getpid()}: a sleep takes {wanted / _GIB:.2f} GiB of host memory more, and {short}. "
+                "Everything is awake, as it was. Discard more tags, or give memory back, and call again"
             )
 
     def _move(self, call: ctypes._NamedFuncPointer, tags: ctypes.Array[ctypes.c_uint8], verb: str) -> Moved:

@@ -20,6 +20,7 @@ import aiohttp
 
 from gpuckpt import errors
 from gpuckpt.image import paths as image_paths
+from gpuckpt.inspect.host import BUDGET_VARIABLE
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
 from gpuckpt.supervisor import adopt, idle, logs, paths, vllm
@@ -152,7 +153,8 @@ class _Lives:
             room = _make_room_to_start(options, prepared, self.environ)
             lease = await self.childless.unless_told_to_end(room, AGAIN_S, lambda: still("waiting for its GPU"))
         adopt_at = place.keeper if options.keep_child else None
-        environ = {**self.environ, **prepared.environ, RUN_VARIABLE: options.name}
+        budget = {BUDGET_VARIABLE: str(options.host_budget_bytes)} if options.host_budget_bytes is not None else {}
+        environ = {**self.environ, **prepared.environ, **budget, RUN_VARIABLE: options.name}
         child = await Child.start(prepared.command, environ, name_fd=place.lock_fd, adopt_at=adopt_at)
         log.info("started pid %d as run %s%s", child.pid, options.name, ", preload library on" if "preload" in prepared.changes else "")
         supervised = _Supervised(options, prepared, place, child)
