@@ -74,10 +74,15 @@ class Group(Walk):
             if m.id in ids and m.lost:
                 raise errors.Lost(m.lost, hint=f"end it and start it again: kill {m.id}", pid=m.id.pid, step="inspect")
 
-    def refuse_hazards(self, hazards: Iterable[Hazard]) -> None:
+    def refuse_hazards(self, hazards: Iterable[Hazard], step: str = "inspect") -> None:
         for hazard in hazards:
             if not (hazard.acceptable and hazard.kind in self.accept):
-                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step="inspect")
+                raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step=step)
+
+    def refuse_without_room_for_comms(self) -> None:
+        """There was room for what NCCL keeps in host memory when it was planned; others may have taken it since."""
+        if not self.keep_comms:
+            self.refuse_hazards(self.world.short_for_comms(self.agents), "comms")
 
     def refuse_stopped(self, members: Iterable[Member]) -> None:
         for m in members:

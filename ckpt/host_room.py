@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpuckpt import plan
@@ -18,22 +18,9 @@ def for_images(members: Sequence[GpuProcess], method: str, root: Path) -> tuple[
     needed = sum(plan.host_need_bytes(p, method) for p in going)
     if not going:
         return 0, None, []
-    rooms: dict[str, tuple[HostRoom, int]] = {}
-    extra = {p.id: max(0, plan.host_need_bytes(p, method) - reserve.ready_bytes(p.id)) for p in going}
-    for p in going:
-        for room in host.host_rooms(p.pid, root):
-            known = rooms.get(room.limit)
-            rooms[room.limit] = (room, (known[1] if known else 0) + extra[p.id])
-    short = [
-        Hazard(
-            "host-memory",
-            f"the image needs {need / 2**30:.1f} GiB of host memory, {room.limit} leaves {room.available_bytes / 2**30:.1f} GiB",
-            "free host memory or raise the limit; --accept-loss host-memory if the machine grows its memory on demand",
-            acceptable=True,
-        )
-        for room, need in rooms.values()
-        if need > room.available_bytes
-    ]
+    extra = {p.pid: max(0, plan.host_need_bytes(p, method) - reserve.ready_bytes(p.id)) for p in going}
+    rooms = _rooms(extra, root)
+    short = _short(rooms, "the image needs {} of host memory, {} leaves {}")
     ray = host.ray_monitor(going[0].pid, root)
     if ray is not None and ray.would_kill(sum(extra.values())):
         short.append(
@@ -46,5 +33,34 @@ def for_images(members: Sequence[GpuProcess], method: str, root: Path) -> tuple[
                 acceptable=True,
             )
         )
-    tightest = min((r for r, _ in rooms.values()), key=lambda r: r.available_bytes, default=None)
+    tightest = min((r for r, _ in rooms), key=lambda r: r.available_bytes, default=None)
     return needed, tightest, short
+
+
+def for_comms(extra: Mapping[int, int], root: Path) -> list[Hazard]:
+    """A hazard for each limit that NCCL's backups would break now. *extra*: what they take of each pid."""
+    words = "NCCL's backups of suspended communicators need {} of host memory, {} leaves {} by now; none was suspended"
+    return _short(_rooms({pid: n for pid, n in extra.items() if n}, root), words)
+
+
+def _rooms(extra: Mapping[int, int], root: Path) -> list[tuple[HostRoom, int]]:
+    """Each limit of any of these pids, and what they take of it together."""
+    rooms: dict[str, tuple[HostRoom, int]] = {}
+    for pid, nbytes in extra.items():
+        for room in host.host_rooms(pid, root):
+            known = rooms.get(room.limit)
+            rooms[room.limit] = (room, (known[1] if known else 0) + nbytes)
+    return list(rooms.values())
+
+
+def _short(rooms: Sequence[tuple[HostRoom, int]], words: str) -> list[Hazard]:
+    return [
+        Hazard(
+            "host-memory",
+            words.format(f"{need / 2**30:.1f} GiB", room.limit, f"{room.available_bytes / 2**30:.1f} GiB"),
+            "free host memory or raise the limit; --accept-loss host-memory if the machine grows its memory on demand",
+            acceptable=True,
+        )
+        for room, need in rooms
+        if need > room.available_bytes
+    ]

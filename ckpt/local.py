@@ -273,6 +273,10 @@ class LocalWorld:
         hellos = self.agents.hellos(p for p in processes_ if processes.is_same(p) and not self.halted(p))
         return told.ranks({p.pid: hello for p, hello in hellos.items()})
 
+    def short_for_comms(self, processes_: Iterable[ProcessId]) -> list[Hazard]:
+        hellos = self.agents.hellos(p for p in processes_ if processes.is_same(p) and not self.halted(p))
+        return host_room.for_comms({p.pid: told.comms_bytes(hello) for p, hello in hellos.items()}, self.root)
+
     def silent(self, process: ProcessId) -> bool:
         return self._said.get(process) is None
 

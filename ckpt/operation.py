@@ -72,7 +72,8 @@ class Operation(Reporting):
                 return self._already(inventory) if keep_in == keeping.RAM else self._keep(targets, tree, keep_in, inventory)
             self._begin(inventory)
             try:
-                self.walk(self.bottoms(), stop=True, before_checkpoint=lambda: self._reinspect(targets, tree))
+                looks = {Call.COMMS: self.refuse_without_room_for_comms, Call.CHECKPOINT: lambda: self._reinspect(targets, tree)}
+                self.walk(self.bottoms(), stop=True, before=looks)
                 self.check_interruption()
                 with self.step("verify"):
                     if by != "pool":
@@ -263,11 +264,11 @@ class Operation(Reporting):
                     step="re-inspect",
                 )
         alive = {p.id for p in inventory.processes}
-        for process in self.now:
-            if process not in alive:
-                raise errors.Aborted(
-                    f"pid {process} ended while its group was being locked; nothing was checkpointed", pid=process.pid, step="re-inspect"
-                )
+        for process in (p for p in self.now if p not in alive):
+            raise errors.Aborted(
+                f"pid {process} ended while its group was being locked; nothing was checkpointed", pid=process.pid, step="re-inspect"
+            )
+        self.refuse_hazards((h for h in inventory.hazards if h.kind == "host-memory"), "re-inspect")  # others may have taken it since
 
     def _verify(self) -> None:
         """NVML must agree that the bytes are gone. What stayed is told, and counted at resume."""

@@ -130,18 +130,19 @@ class Walk:
         *,
         stop: bool = False,
         gpu_map: Mapping[str, str] | None = None,
-        before_checkpoint: Callable[[], None] | None = None,
+        before: Mapping[Call, Callable[[], None]] | None = None,
     ) -> list[Failure]:
-        """Go phase by phase to *goal*. With *stop* the first failure is raised when its phase has ended, else the others go on."""
-        goal = dict(goal)
+        """Go phase by phase to *goal*. With *stop* the first failure is raised when its phase has ended, else the others go on.
+
+        *before*: what is to be looked at before the first such call; what it raises is raised."""
+        goal, checks = dict(goal), dict(before or {})
         failures: list[Failure] = []
         while phase := plan.next_phase(self.now, goal, self.agents, self.movable):
             if stop:
                 self.check_interruption()
                 self.deadline.check(self.world.now(), phase.call)
-            if phase.call is Call.CHECKPOINT and before_checkpoint is not None:
-                before_checkpoint()
-                before_checkpoint = None
+            if check := checks.pop(phase.call, None):
+                check()
             self.agree(phase.call, failures)
             with self.step(phase.call):
                 failed = self._run(phase, gpu_map or {})

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Gpu, Inventory, Outcome, ProcessId, Rank, State
+from gpuckpt.model import Call, Gpu, Hazard, Inventory, Outcome, ProcessId, Rank, State
 
 
 class Pending(Protocol):
@@ -74,6 +74,10 @@ class World(Protocol):
 
     def ranks(self, processes: Iterable[ProcessId]) -> tuple[Rank, ...]:
         """What the agents of *processes* say of their communicators, suspended ones too; nothing of those that do not answer."""
+        ...
+
+    def short_for_comms(self, processes: Iterable[ProcessId]) -> list[Hazard]:
+        """For each limit of host memory what NCCL would break by its backups, if the communicators of *processes* were suspended now."""
         ...
 
     def silent(self, process: ProcessId) -> bool:

@@ -156,6 +156,10 @@ class MemoryWorld:
     def ranks(self, processes: Iterable[ProcessId]) -> tuple[Rank, ...]:
         return ()  # here nobody waits for a peer that ended
 
+    def short_for_comms(self, processes: Iterable[ProcessId]) -> list[Hazard]:
+        self.point("short_for_comms")
+        return [Hazard("host-memory", "NCCL's backups do not fit", "", acceptable=True)] if self.machine.host_short else []
+
     def silent(self, process: ProcessId) -> bool:
         return not self.machine.has_agent(process.pid)
 

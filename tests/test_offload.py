@@ -178,6 +178,31 @@ def test_nobody_is_restored_into_room_that_a_pool_may_take_back(machine: Machine
     assert target.unharmed()
 
 
+@pytest.mark.parametrize("step", ["offload", "lock"])
+def test_host_memory_that_others_take_meanwhile(machine4: Machine, step: str) -> None:
+    """Between the plan and NCCL's backups, or the image: all goes back in order, and both numbers are said."""
+    backup = ("--backup-gib", "3", "--pool", "weights=6")
+    ranks = machine4.job(*(("--gpu", str(r), "--agent", "tp", str(r), "2", *backup) for r in range(2)))
+    machine4.host_memory(128, 64)
+    machine4.world.add_fault(step, pid=ranks[0].pid, delay_s=0.5)
+    running = machine4.begin("suspend", ranks[0].pid)
+    eventually(lambda: not machine4.faults_left(), f"{step} begins")
+    running.signal(signal.SIGSTOP)
+    machine4.host_memory(128, 1.5)
+    running.signal(signal.SIGCONT)
+    result = running.end()
+    assert (result.code, result.error["code"]) == (6, "host-memory"), result
+    of = "NCCL's backups of suspended communicators need 6.0" if step == "offload" else "the image needs 2.3"
+    assert f"{of} GiB of host memory, MemAvailable leaves 1.5 GiB" in result.error["message"]
+    assert ("comms" in steps(result)) is (step == "lock")
+    assert result.states == {r.pid: "running" for r in ranks}
+    assert all(r.unharmed() for r in ranks)
+    assert not machine4.records()
+    assert [machine4.used(index) for index in (0, 1)] == [7 * GIB] * 2
+    machine4.host_memory(128, 64)
+    suspended(machine4, ranks[1])
+
+
 # The pool alone.
 
 

@@ -19,9 +19,13 @@ def of(process: GpuProcess, hello: Hello | None) -> GpuProcess:
     """*process*, with what its agent said."""
     if hello is None:
         return process
-    comms_bytes = sum(c.get("host_bytes", 0) for c in hello.communicators)
-    seen = {"vouched": not hello.hazards, "movable": hello.movable, "offloaded": hello.offloaded, "comms_bytes": comms_bytes}
-    return dataclasses.replace(process, agent=True, **seen)
+    found = dataclasses.replace(process, agent=True, vouched=not hello.hazards, comms_bytes=comms_bytes(hello))
+    return dataclasses.replace(found, movable=hello.movable, offloaded=hello.offloaded)
+
+
+def comms_bytes(hello: Hello) -> int:
+    """What NCCL's backups take of host memory, at most, when its communicators are suspended."""
+    return sum(int(c.get("host_bytes", 0)) for c in hello.communicators)
 
 
 def unseen(hellos: Mapping[int, Hello], members: Mapping[int, GpuProcess]) -> Iterator[str]:

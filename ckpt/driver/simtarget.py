@@ -146,6 +146,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--stays", action="append", default=[], metavar="CLASS=GIB", help="more, of which its agent can tell the class")
     parser.add_argument("--meet-in", metavar="DIRECTORY", help="where the communicator's ranks meet; by default those of this machine")
     parser.add_argument("--nccl", default="2.30.7", metavar="VERSION", help="that the agent reports")
+    parser.add_argument("--backup-gib", type=float, default=0.0, help="of host memory that a suspend of each communicator takes")
     parser.add_argument("--daemon", action="store_true", help="stay when the input ends")
     return parser.parse_args(arguments)
 
@@ -169,7 +170,7 @@ def _install_agent(world: SimulatedWorldDir, options: argparse.Namespace) -> Non
     if options.agent is None:
         install(NoCommunicator(world, os.getpid()))
         return
-    more = {"nccl": options.nccl, "meet_in": options.meet_in}
+    more = {"nccl": options.nccl, "meet_in": options.meet_in, "backup_bytes": round(options.backup_gib * GIB)}
     made = [SimulatedCommunicator(world, os.getpid(), name, int(rank), int(size), **more) for name, rank, size in options.agent]
     install(SimulatedCommunicators(made) if len(made) > 1 else made[0])
 

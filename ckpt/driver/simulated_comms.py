@@ -47,12 +47,21 @@ class SimulatedCommunicator:
     """Rank *rank* of *size* in communicator *name*: an agent's :class:`~gpuckpt.agent.communicators.Communicators`."""
 
     def __init__(
-        self, world: SimulatedWorldDir, pid: int, name: str, rank: int, size: int, *, nccl: str = "2.30.7", meet_in: str | None = None
+        self,
+        world: SimulatedWorldDir,
+        pid: int,
+        name: str,
+        rank: int,
+        size: int,
+        *,
+        nccl: str = "2.30.7",
+        backup_bytes: int = 0,
+        meet_in: str | None = None,
     ) -> None:
-        """*meet_in*: a directory in which ranks of several machines meet."""
+        """*meet_in*: a directory in which ranks of several machines meet. *backup_bytes*: of host memory, while it is suspended."""
         self.world, self.pid, self.name, self.rank, self.size, self.nccl = world, pid, name, rank, size, nccl
         self._place = Path(meet_in or Path(world.path) / "comms")
-        self._meetings = 0
+        self._meetings, self._backup_bytes = 0, backup_bytes
         world.mark_communicator(pid, suspended=False)
 
     def sockets(self) -> int:
@@ -63,7 +72,7 @@ class SimulatedCommunicator:
 
     def describe(self) -> list[dict[str, Any]]:
         assert threading.current_thread().name != "gpuckpt-agent", "a call of NCCL beside the program's own"
-        return [{"name": self.name, "rank": self.rank, "size": self.size, "nccl": self.nccl}]
+        return [{"name": self.name, "rank": self.rank, "size": self.size, "nccl": self.nccl, "host_bytes": self._backup_bytes}]
 
     def hazards(self) -> list[str]:
         return []
