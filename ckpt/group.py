@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gpuckpt import errors, plan
 from gpuckpt.barrier import Part
 from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import ranks
 from gpuckpt.journal import Member, Record
-from gpuckpt.model import GpuProcess, GpuReport, Hazard, Inventory, Membership, ProcessId, ProcessReport, State, Status
-from gpuckpt.walk import Walk
+from gpuckpt.model import Call, GpuProcess, GpuReport, Hazard, Inventory, Membership, ProcessId, ProcessReport, State, Status
+from gpuckpt.walk import LOCK_GRACE_S, Walk
 from gpuckpt.words import HELD, let_go, word
 from gpuckpt.world import Claim
 
@@ -79,10 +79,21 @@ class Group(Walk):
             if not (hazard.acceptable and hazard.kind in self.accept):
                 raise ERRORS_OF_HAZARDS[hazard.kind](hazard.message, hint=hazard.hint, pid=hazard.pid, step=step)
 
-    def refuse_without_room_for_comms(self) -> None:
+    @property
+    def before(self) -> dict[Call, Callable[[], None]]:
+        """What is to be done just before such a call of a suspend."""
+        return {Call.COMMS: self._refuse_without_room, Call.LOCK: self._note_lock}
+
+    def _refuse_without_room(self) -> None:
         """There was room for what NCCL keeps in host memory when it was planned; others may have taken it since."""
         if not self.keep_comms:
             self.refuse_hazards(self.world.short_for_comms(self.agents), "comms")
+
+    def _note_lock(self) -> None:
+        """Who is born meanwhile under the number of a member that ends may be locked in its place; its caller undoes that, unless it is
+        killed. Then recovery must know when this was."""
+        begun = self.world.uptime_s()
+        self.save(locking=(begun, begun + max(0.0, self.deadline.at - self.world.now()) + LOCK_GRACE_S))
 
     def refuse_stopped(self, members: Iterable[Member]) -> None:
         for m in members:

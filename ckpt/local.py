@@ -312,7 +312,14 @@ class LocalWorld:
 
     def age_s(self, pid: int) -> float | None:
         proc = processes.read(pid)
-        return None if proc is None else time.clock_gettime(time.CLOCK_BOOTTIME) - proc.start_ticks / os.sysconf("SC_CLK_TCK")
+        return None if proc is None else self.uptime_s() - _born_s(proc.id)
+
+    def uptime_s(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def heir(self, process: ProcessId) -> tuple[ProcessId, float] | None:
+        proc = processes.read(process.pid)
+        return None if proc is None or proc.id == process else (proc.id, _born_s(proc.id))
 
     # Acting.
 
@@ -379,3 +386,8 @@ class LocalWorld:
                 pid=holder,
             )
         self.wait((), min(until, self.now() + _POLL_S))
+
+
+def _born_s(process: ProcessId) -> float:
+    """Seconds since boot."""
+    return process.start_ticks / os.sysconf("SC_CLK_TCK")

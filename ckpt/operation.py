@@ -72,8 +72,7 @@ class Operation(Reporting):
                 return self._already(inventory) if keep_in == keeping.RAM else self._keep(targets, tree, keep_in, inventory)
             self._begin(inventory)
             try:
-                looks = {Call.COMMS: self.refuse_without_room_for_comms, Call.CHECKPOINT: lambda: self._reinspect(targets, tree)}
-                self.walk(self.bottoms(), stop=True, before=looks)
+                self.walk(self.bottoms(), stop=True, before={**self.before, Call.CHECKPOINT: lambda: self._reinspect(targets, tree)})
                 self.check_interruption()
                 with self.step("verify"):
                     if by != "pool":

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
-from gpuckpt.model import Report, State, Status
+from gpuckpt.model import Call, ProcessId, Report, State, Status
 from gpuckpt.operation import Operation
 from gpuckpt.walk import Progress
 from gpuckpt.world import World
 
 _POLL_S = 0.1
+#: How long an unlock may take, and how exact the time is at which a process was started, in seconds.
+_UNLOCK_S, _TICK_S = 10.0, 0.01
 _AGAIN = Report("recover", False, False)
 
 
@@ -36,9 +38,11 @@ def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[
     """One report for each unfinished operation. ``details["recovered"]`` says what was done in words."""
     reports = []
     for record in unfinished(world):
+        mistaken: list[str] = []
         operation = Operation(world, "recover", timeout_s=timeout_s, tell=tell)
         operation.deadline.set(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
         try:
+            mistaken = strangers(world, record)
             while (report := _tried(operation, record)) is _AGAIN:
                 world.wait((), world.now() + _POLL_S)
         except errors.Busy as e:
@@ -48,8 +52,52 @@ def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[
             report = e.report or Report("recover", False, world.simulated, error=e.as_dict())
         if report is None:
             continue
-        reports.append(dataclasses.replace(report, details={"recovered": words(record, operation, report.ok)}))
+        said = "; ".join([words(record, operation, report.ok), *mistaken])
+        reports.append(dataclasses.replace(report, details={"recovered": said}))
     return reports
+
+
+def strangers(world: World, record: Record) -> list[str]:
+    """Words for each process that is locked and has the number of a member of *record* that ended. Who was born while members were being
+    locked was locked in its place, and is unlocked; any other one is only named, since that may be somebody else's lock.
+
+    Raises :class:`gpuckpt.errors.NotAsFound` where one could not be unlocked; *record* stays then.
+    """
+    if record.locking is None or record.status not in (Status.SUSPENDING, Status.UNDOING):
+        return []
+    (begun, ended), found = record.locking, []
+    known = {m.id for r in world.journal.records() for m in r.members}
+    heirs = [(m, of) for m in record.members if (of := world.heir(m.id)) and of[0] not in known]
+    states = world.states(heir for _, (heir, _) in heirs)
+    for member, (heir, born_s) in heirs:
+        who = f"{world.describe(heir.pid)} has the number of one that ended ({member.name})"
+        meanwhile = begun <= born_s + _TICK_S and born_s <= ended
+        if states[heir] is State.LOCKED and meanwhile:
+            _unlock(world, heir, who)
+            found.append(f"{who}, and was locked in its place: unlocked")
+        elif states[heir] is State.LOCKED:
+            found.append(f"{who}, and is locked, not by this suspend. Unless another tool is at work on it: gpuckpt resume {heir}")
+        elif states[heir] is State.BLOCKED and meanwhile:
+            found.append(f"{who}, and may have been locked in its place: when it answers, gpuckpt status {heir}")
+    return found
+
+
+def _unlock(world: World, process: ProcessId, who: str) -> None:
+    claim = world.claim([process], until=world.now())
+    try:
+        pending = world.start(Call.UNLOCK, process, claims=[claim])
+        until = world.now() + _UNLOCK_S
+        while pending.outcome is None and world.now() < until:
+            world.wait([pending], until)
+        if world.states([process])[process] is State.LOCKED:
+            raise errors.NotAsFound(
+                f"{who}, was locked in its place, and could not be unlocked",
+                hint=f"gpuckpt resume {process}",
+                pid=process.pid,
+                step="unlock",
+            )
+    finally:
+        claim.release()
 
 
 def _tried(operation: Operation, record: Record) -> Report | None:

@@ -106,6 +106,14 @@ class World(Protocol):
         """ "pid 4242 (python train.py, alice)": how to name a process to a person."""
         ...
 
+    def uptime_s(self) -> float:
+        """Seconds since boot."""
+        ...
+
+    def heir(self, process: ProcessId) -> tuple[ProcessId, float] | None:
+        """Who has the number of *process*, which ended, and the seconds since boot when that one was started; None if nobody."""
+        ...
+
     def age_s(self, pid: int) -> float | None:
         """Seconds since *pid* was started; None for one that is not seen here."""
         ...

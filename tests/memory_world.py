@@ -187,6 +187,12 @@ class MemoryWorld:
     def image(self, process: ProcessId) -> dict[str, Any]:
         return {"dropped": process.pid in self.machine.dropped}
 
+    def uptime_s(self) -> float:
+        return self.machine.clock
+
+    def heir(self, process: ProcessId) -> tuple[ProcessId, float] | None:
+        return None
+
     def age_s(self, pid: int) -> float | None:
         return None
 

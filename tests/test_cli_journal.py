@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.journal import state_directory
 from gpuckpt.model import GIB, Call, State
 from tests.simulated_machine import eventually
@@ -48,6 +49,43 @@ def member(record: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
     """The first member of *record* with its id changed, then the others."""
     first, *rest = record["members"]
     return [{**first, "id": {**first["id"], **changes}}, *rest]
+
+
+@pytest.mark.parametrize("case", ["in its place", "in its place, and it does not unlock", "by somebody else"])
+def test_a_stranger_with_the_pid_of_one_that_was_being_locked(machine: Machine, case: str) -> None:
+    """Everything of gpuckpt was killed after the lock, and before anybody saw that the pid was another process by then."""
+    target = machine.target()
+    machine.world.add_fault("lock", hang=True)
+    running = machine.begin("suspend", target.pid)
+    eventually(lambda: not machine.faults_left(), "it is being locked")
+    running.process.kill()
+    running.end()
+    machine.kill_callers()
+    SimulatedDriver(machine.world.path).lock(target.pid, 5.0)
+    (record,) = machine.records()
+    begun, until = record["locking"]
+    born = {} if case == "by somebody else" else {"locking": [0.0, until]}  # this one was there before
+    assert begun < until
+    machine.rewrite(members=member(record, start_ticks=record["members"][0]["id"]["start_ticks"] - 1), **born)
+    if case.endswith("unlock"):
+        machine.world.add_fault("unlock", result="UNKNOWN")
+        failed = machine.gpuckpt("recover")
+        assert (failed.code, failed.error["code"], failed.error["pid"]) == (3, "not-as-found", target.pid)
+        assert "could not be unlocked" in failed.error["message"]
+    (row,) = machine.gpuckpt("ps").document["processes"]
+    assert (row["pid"], row["state"]) == (target.pid, "locked")
+    recovered = machine.gpuckpt("recover")
+    (said,) = recovered.document["recovered"]
+    assert recovered.code == 0, recovered
+    assert f"pid {target.pid} (" in said
+    if case == "by somebody else":
+        assert said.endswith(f"and is locked, not by this suspend. Unless another tool is at work on it: gpuckpt resume {target.pid}")
+        assert target.state is State.LOCKED
+        assert machine.gpuckpt("resume", target.pid).code == 0
+    else:
+        assert said.endswith("and was locked in its place: unlocked")
+    assert target.unharmed()
+    assert not machine.records()
 
 
 @pytest.mark.parametrize("command", ["ps", "status", "recover"])
