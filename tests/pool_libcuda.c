@@ -1,7 +1,7 @@
 /* A libcuda.so.1 of two GPUs whose memory is this process's own, so that contents can be checked. What is unmapped cannot be touched, as
  * on a GPU; what is mapped anew holds garbage. Calls that a driver would answer with an error give that error here.
  *
- * fake_fail(n, code) lets the n-th call from now fail, without effect; fake_look() tells what is held.
+ * fake_fail(name, n, code) lets the n-th call of that name from now fail, without effect; fake_look() tells what is held.
  */
 #define _GNU_SOURCE
 #include "../ckpt/pool/_driver.h"
@@ -15,12 +15,10 @@
 
 #define GPUS 2
 #define GARBAGE 0xDB
-#define NOT_FOUND 500
 
-enum { INVALID_CONTEXT = 201, NOT_REGISTERED = 713 };
+enum { INVALID_CONTEXT = 201, NOT_FOUND = 500, NOT_REGISTERED = 713 };
 
 struct memory {
-    struct memory *next;
     size_t nbytes;
     int device, held, mapped;
 };
@@ -30,14 +28,13 @@ struct range {
     uintptr_t from;
     size_t nbytes;
     struct memory *memory;
-    int device, accessible;
+    int accessible;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct memory *memories;
 static struct range *reserved, *mapped, *registered;
 static size_t used[GPUS], capacity[GPUS] = {(size_t)1 << 40, (size_t)1 << 40}, granularity = (size_t)256 << 10, host_left = (size_t)1 << 60;
-static long calls, fail_at, fail_in_at, streams, pinned, copied_bytes;
+static long calls, fail_at, streams, pinned, copied_bytes, memories, handles;
 static int fail_code;
 static char failed_call[64], fail_in[64];
 static void (*hook)(const char *);
@@ -45,17 +42,10 @@ static __thread int stack[16], depth;
 
 /* What a test asks and sets. */
 
-void fake_fail(long nth, int code)
-{
-    fail_at = nth > 0 ? calls + nth : 0;
-    fail_code = code;
-    failed_call[0] = 0;
-}
-
-void fake_fail_in(const char *call, long nth, int code)
+void fake_fail(const char *call, long nth, int code) /* "": of any name */
 {
     strncpy(fail_in, call, sizeof fail_in - 1);
-    fail_in_at = nth;
+    fail_at = nth;
     fail_code = code;
     failed_call[0] = 0;
 }
@@ -64,7 +54,6 @@ const char *fake_failed(void) { return failed_call; }
 void fake_capacity(int device, size_t nbytes) { capacity[device] = nbytes; }
 void fake_granularity(size_t nbytes) { granularity = nbytes; }
 void fake_hook(void (*called)(const char *)) { hook = called; }
-
 void fake_register_limit(size_t nbytes) { host_left = nbytes; }
 
 static size_t count(const struct range *at)
@@ -77,28 +66,14 @@ static size_t count(const struct range *at)
 
 void fake_look(uint64_t seen[10])
 {
-    size_t live = 0, held = 0;
     pthread_mutex_lock(&lock);
-    for (struct memory *m = memories; m; m = m->next) {
-        live++;
-        held += (size_t)m->held;
-    }
-    uint64_t found[10] = {used[0], used[1],           live,           held,   count(reserved), count(mapped), count(registered), (uint64_t)streams,
-                          (uint64_t)pinned, (uint64_t)depth};
+    size_t found[] = {used[0], used[1], memories, handles, count(reserved), count(mapped), count(registered), streams, pinned, depth};
     pthread_mutex_unlock(&lock);
     memcpy(seen, found, sizeof found);
 }
 
 long fake_calls(void) { return calls; }
-
-long fake_copied(void)
-{
-    long was = copied_bytes;
-    copied_bytes = 0;
-    return was;
-}
-
-/* Calls. */
+long fake_copied(void) { return copied_bytes; }
 
 static int begin(const char *name)
 {
@@ -106,13 +81,10 @@ static int begin(const char *name)
         hook(name);
     pthread_mutex_lock(&lock);
     calls++;
-    bool named = fail_in_at && !strcmp(name, fail_in) && --fail_in_at == 0;
-    if (named || (fail_at && calls == fail_at)) {
-        strncpy(failed_call, name, sizeof failed_call - 1);
-        fail_at = 0;
-        return fail_code;
-    }
-    return CU_OK;
+    if (!fail_at || (*fail_in && strcmp(name, fail_in)) || --fail_at)
+        return CU_OK;
+    strncpy(failed_call, name, sizeof failed_call - 1);
+    return fail_code;
 }
 
 static int end(int result)
@@ -163,11 +135,7 @@ static void settle(struct memory *memory)
     if (memory->held || memory->mapped)
         return;
     used[memory->device] -= memory->nbytes;
-    for (struct memory **m = &memories; *m; m = &(*m)->next)
-        if (*m == memory) {
-            *m = memory->next;
-            break;
-        }
+    memories--;
     free(memory);
 }
 
@@ -180,7 +148,6 @@ int cuDeviceGet(cu_device *device, int ordinal)
 
 int cuDeviceGetAttribute(int *value, int attribute, cu_device device)
 {
-    (void)device;
     BEGIN;
     *value = attribute == CU_VMM_SUPPORTED || attribute == CU_GPUDIRECT_WITH_VMM;
     return end(CU_OK);
@@ -211,15 +178,8 @@ int cuCtxPopCurrent_v2(cu_context *context)
     return end(CU_OK);
 }
 
-int cuCtxSynchronize(void)
-{
-    IN_CONTEXT;
-    return end(CU_OK);
-}
-
 int cuMemGetAllocationGranularity(size_t *found, const struct cu_allocation *kind, int option)
 {
-    (void)option;
     BEGIN;
     *found = granularity;
     return end(kind->gpudirect ? CU_OK : CU_INVALID_VALUE); /* case 52: where the card can, the flag is set */
@@ -227,7 +187,6 @@ int cuMemGetAllocationGranularity(size_t *found, const struct cu_allocation *kin
 
 int cuMemAddressReserve(cu_address *address, size_t nbytes, size_t alignment, cu_address wished, unsigned long long flags)
 {
-    (void)alignment, (void)wished, (void)flags;
     IN_CONTEXT;
     void *found = mmap(NULL, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (found == MAP_FAILED)
@@ -249,7 +208,6 @@ int cuMemAddressFree(cu_address address, size_t nbytes)
 
 int cuMemCreate(cu_handle *handle, size_t nbytes, const struct cu_allocation *kind, unsigned long long flags)
 {
-    (void)flags;
     IN_CONTEXT;
     int device = kind->place.id;
     if (kind->kind != CU_DEVICE || kind->place.kind != CU_DEVICE || nbytes % granularity)
@@ -257,8 +215,8 @@ int cuMemCreate(cu_handle *handle, size_t nbytes, const struct cu_allocation *ki
     if (used[device] + nbytes > capacity[device])
         return end(CU_OUT_OF_MEMORY);
     struct memory *made = calloc(1, sizeof *made);
-    *made = (struct memory){memories, nbytes, device, 1, 0};
-    memories = made;
+    *made = (struct memory){nbytes, device, 1, 0};
+    memories++, handles++;
     used[device] += nbytes;
     *handle = (uintptr_t)made;
     return end(CU_OK);
@@ -270,21 +228,19 @@ int cuMemRelease(cu_handle handle)
     struct memory *memory = (struct memory *)handle;
     if (!memory->held)
         return end(CU_INVALID_VALUE);
-    memory->held = 0;
+    memory->held = 0, handles--;
     settle(memory);
     return end(CU_OK);
 }
 
 int cuMemMap(cu_address address, size_t nbytes, size_t offset, cu_handle handle, unsigned long long flags)
 {
-    (void)flags;
     IN_CONTEXT;
     struct range *place = around(reserved, address, nbytes);
     struct memory *memory = (struct memory *)handle;
     if (!place || offset || memory->nbytes != nbytes || *at(&mapped, address))
         return end(CU_INVALID_VALUE);
-    struct range *made = add(&mapped, address, nbytes);
-    made->memory = memory;
+    add(&mapped, address, nbytes)->memory = memory;
     memory->mapped = 1;
     return end(CU_OK);
 }
@@ -317,7 +273,6 @@ int cuMemSetAccess(cu_address address, size_t nbytes, const struct cu_access *ac
 
 int cuMemHostRegister_v2(void *host, size_t nbytes, unsigned flags)
 {
-    (void)flags;
     IN_CONTEXT;
     if (nbytes > host_left)
         return end(CU_OUT_OF_MEMORY);
@@ -340,7 +295,6 @@ int cuMemHostUnregister(void *host)
 
 int cuMemHostAlloc(void **host, size_t nbytes, unsigned flags)
 {
-    (void)flags;
     IN_CONTEXT;
     *host = malloc(nbytes);
     pinned++;
@@ -355,10 +309,15 @@ int cuMemFreeHost(void *host)
     return end(CU_OK);
 }
 
+static bool reachable(const struct range *place, cu_stream stream)
+{
+    return place && place->accessible && place->memory->device == stack[depth - 1] && stream;
+}
+
 static int copy(void *to, const void *from, cu_address device, size_t nbytes, cu_stream stream)
 {
     const struct range *place = around(mapped, device, nbytes);
-    if (!place || !place->accessible || place->memory->device != stack[depth - 1] || !stream)
+    if (!reachable(place, stream))
         return CU_INVALID_VALUE;
     memcpy(to, from, nbytes);
     copied_bytes += (long)nbytes;
@@ -379,7 +338,6 @@ int cuMemcpyHtoDAsync_v2(cu_address device, const void *host, size_t nbytes, cu_
 
 int cuStreamCreate(cu_stream *stream, unsigned flags)
 {
-    (void)flags;
     IN_CONTEXT;
     *stream = (void *)(uintptr_t)++streams;
     return end(CU_OK);
@@ -387,18 +345,20 @@ int cuStreamCreate(cu_stream *stream, unsigned flags)
 
 int cuStreamDestroy_v2(cu_stream stream)
 {
-    (void)stream;
     BEGIN;
     streams--;
     return end(CU_OK);
 }
 
-int cuStreamSynchronize(cu_stream stream)
-{
-    (void)stream;
-    IN_CONTEXT;
-    return end(CU_OK);
-}
+/* Nothing is ever under way. */
+#define SYNCHRONISES(name, ...)                                                                                                              \
+    int name(__VA_ARGS__)                                                                                                                    \
+    {                                                                                                                                        \
+        IN_CONTEXT;                                                                                                                          \
+        return end(CU_OK);                                                                                                                   \
+    }
+SYNCHRONISES(cuCtxSynchronize, void)
+SYNCHRONISES(cuStreamSynchronize, cu_stream stream)
 
 /* The one kernel there is: the source of the real one, as C. */
 
@@ -421,24 +381,19 @@ int cuModuleGetFunction(cu_function *function, cu_module module, const char *nam
 int cuLaunchKernel(cu_function function, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared,
                    cu_stream stream, void **arguments, void **extra)
 {
-    (void)function, (void)shared, (void)extra;
     IN_CONTEXT;
     cu_address data = *(cu_address *)arguments[0];
     uint64_t *out = *(uint64_t **)arguments[1];
     const struct print_keys *keys = arguments[2];
     const struct range *place = around(mapped, data, (size_t)x * PRINT_CHUNK);
-    if (!place || !place->accessible || place->memory->device != stack[depth - 1] || !stream || !pinned)
+    if (!reachable(place, stream) || !pinned || !x || y != 1 || z != 1 || threads != PRINT_THREADS || ty != 1 || tz != 1)
         return end(CU_INVALID_VALUE);
-    if (!x || y != 1 || z != 1 || threads != PRINT_THREADS || ty != 1 || tz != 1)
-        return end(CU_INVALID_VALUE);
-    for (uint64_t chunk = 0; chunk < x; chunk++) {
-        out[chunk * 2] = out[chunk * 2 + 1] = 0;
-        for (uint64_t thread = 0; thread < PRINT_THREADS; thread++) {
-            uint64_t sums[2];
-            print_part((const uint4 *)data + chunk * (PRINT_CHUNK / 16) + thread, chunk * PRINT_THREADS + thread, keys, sums);
-            for (int sum = 0; sum < 2; sum++)
-                out[chunk * 2 + sum] = print_add(out[chunk * 2 + sum], sums[sum]);
-        }
+    memset(out, 0, x * 2 * sizeof *out);
+    for (uint64_t n = 0; n < (uint64_t)x * PRINT_THREADS; n++) {
+        uint64_t sums[2], chunk = n / PRINT_THREADS;
+        print_part((const uint4 *)data + chunk * (PRINT_CHUNK / 16) + n % PRINT_THREADS, n, keys, sums);
+        for (int sum = 0; sum < 2; sum++)
+            out[chunk * 2 + sum] = print_add(out[chunk * 2 + sum], sums[sum]);
     }
     return end(CU_OK);
 }

@@ -46,7 +46,7 @@ class Gpu:
         assert built is not None, "the pool's library was not built"
         number = next(_numbers)  # the loader knows files by their inode
         self.libcuda, self.library = (Path(shutil.copy(p, directory / f"{number}-{p.name}")) for p in (driver or fake(), built))
-        self.fake = ctypes.CDLL(str(self.libcuda))
+        self.fake, self._copied = ctypes.CDLL(str(self.libcuda)), 0
         self.fake.fake_failed.restype = ctypes.c_char_p
         self.fake.fake_calls.restype = self.fake.fake_copied.restype = ctypes.c_long
         self.pool = Allocator(self.library, str(self.libcuda))
@@ -70,7 +70,7 @@ class Gpu:
 
     def fail(self, nth: int, code: int = UNKNOWN) -> None:
         """The *nth* driver call from now fails; 0: none."""
-        self.fake.fake_fail(ctypes.c_long(nth), code)
+        self.fail_in("", nth, code)
 
     @property
     def failed(self) -> str:
@@ -79,7 +79,7 @@ class Gpu:
 
     def fail_in(self, call: str, nth: int = 1, code: int = UNKNOWN) -> None:
         """The *nth* *call* from now fails."""
-        self.fake.fake_fail_in(call.encode(), ctypes.c_long(nth), code)
+        self.fake.fake_fail(call.encode(), ctypes.c_long(nth), code)
 
     def hook_at(self, nth: int, act: Callable[[], object]) -> list[str]:
         """Let *act* run before the *nth* driver call from now, on the thread that makes it. Returns a list that has its name then."""
@@ -113,7 +113,8 @@ class Gpu:
 
     def copied(self) -> int:
         """Bytes copied since it was last asked."""
-        return self.fake.fake_copied()
+        before, self._copied = self._copied, self.fake.fake_copied()
+        return self._copied - before
 
     @property
     def held(self) -> Held:
@@ -127,5 +128,8 @@ def fake() -> Path:
     """The fake driver, compiled."""
     out = Path(_folder.name) / "libcuda_pool.so"
     source = Path(__file__).with_name("pool_libcuda.c")
-    subprocess.run(["gcc", "-std=c11", "-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", "-o", out, source], check=True)
+    subprocess.run(
+        ["gcc", "-std=c11", "-O3", "-Wall", "-Wextra", "-Wno-unused-parameter", "-shared", "-fPIC", "-pthread", "-o", out, source],
+        check=True,
+    )
     return out
