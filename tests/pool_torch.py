@@ -234,3 +234,8 @@ def where() -> dict[str, str]:
 def under(torch: Torch, name: str, text: bytes = b"") -> Tensor:
     with pool.tag(name):
         return torch.empty(GRANULARITY).copy_(text)
+
+
+def lasting(torch: Torch, *names: str) -> None:
+    """A tensor under each, which lives as long as *torch*."""
+    torch.plain += [under(torch, name) for name in names]
