@@ -31,8 +31,8 @@ def checks(root: Path) -> dict[str, bool]:
         "EngineCoreProc.run_busy_loop(self)": core.parameters("EngineCoreProc", "run_busy_loop") == ["self"],
         "EngineCoreProc._handle_client_request(self, request_type, request)": core.parameters("EngineCoreProc", "_handle_client_request")
         == ["self", "request_type", "request"],
-        "a blocked engine wakes for its input_queue and handles what comes": all(
-            words in core.body("EngineCoreProc", "_process_input_queue") for words in ("self.input_queue.get(", "self._handle_client_request(*req)")
+        "a blocked engine wakes for its input_queue and handles what comes": has(
+            core.body("EngineCoreProc", "_process_input_queue"), "self.input_queue.get(", "self._handle_client_request(*req)"
         ),
         "data-parallel engines are a subclass with a loop of its own": core.parameters("DPEngineCoreProc", "run_busy_loop") == ["self"],
         "every turn of the loop looks into the queue": "self._process_input_queue()" in core.body("EngineCoreProc", "run_busy_loop"),
@@ -72,11 +72,9 @@ def checks_of_together(root: Path) -> dict[str, bool]:
         "an engine asks for it in one place, after steps that all engines count alike": core.text.count("sync_dp_state(") == 1
         and re.search("(ParallelConfig|parallel_config).sync_dp_state\\(", once) is not None
         and re.search("self.step_counter % (32|self.dp_sync_interval) != 0", once) is not None,
-        "each turn of the loop is one step, of a batch or of an empty one, and then the sum": loop.index("self._process_engine_step()")
-        < loop.index("self.execute_dummy_batch()")
-        < loop.index("self._has_global_unfinished_reqs(")
-        if all(words in loop for words in ("self._process_engine_step()", "self.execute_dummy_batch()", "self._has_global_unfinished_reqs("))
-        else False,
+        "each turn of the loop is one step, of a batch or of an empty one, and then the sum": in_order(
+            loop, "self._process_engine_step()", "self.execute_dummy_batch()", "self._has_global_unfinished_reqs("
+        ),
         "only these engines have dp_group": core.text.count("self.dp_group, ") >= 1 and "dp_group" not in core.body("EngineCoreProc", "__init__"),
         "an engine with engines_running has work": "self.engines_running" in core.body("EngineCoreProc", "has_work"),
         "has_coordinator": "self.has_coordinator = " in core.body("EngineCoreProc", "__init__"),
@@ -89,8 +87,8 @@ def checks_of_together(root: Path) -> dict[str, bool]:
         and core.text.count("self.ignore_start_dp_wave = True")
         == sum("self.ignore_start_dp_wave = True" in body for body in (once, core.body("DPEngineCoreProc", "_eep_scale_up_before_kv_init"))),
         "and resume together": "ParallelConfig.has_unfinished_dp(" in core.body("DPEngineCoreProc", "resume_scheduler"),
-        "enable_elastic_ep, enable_eplb, eplb_config.use_async": all(
-            words in parallel.text for words in ("enable_elastic_ep: bool", "enable_eplb: bool", "eplb_config: EPLBConfig", "use_async: bool")
+        "enable_elastic_ep, enable_eplb, eplb_config.use_async": has(
+            parallel.text, "enable_elastic_ep: bool", "enable_eplb: bool", "eplb_config: EPLBConfig", "use_async: bool"
         ),
     }
 
@@ -126,16 +124,13 @@ def checks_of_nccl(root: Path) -> dict[str, bool]:
         and "self.unique_id = group.broadcast_obj(self.unique_id" in pynccl.text,
         "weights of a trainer come through a PyNcclCommunicator": "return PyNcclCommunicator(" in weights.text,
         "nccl.lib is the ctypes library": "self.lib = " in wrapper.text,
-        "custom all-reduce, symmetric memory, FlashInfer: ca_comm, symm_mem_comm, fi_ar_comm": all(
-            f"self.{name}:" in cuda.text for name in ("ca_comm", "symm_mem_comm", "fi_ar_comm")
+        "custom all-reduce, symmetric memory, FlashInfer: ca_comm, symm_mem_comm, fi_ar_comm": has(
+            cuda.text, "self.ca_comm:", "self.symm_mem_comm:", "self.fi_ar_comm:"
         ),
         "what else a group has beside NCCL is known, or AMD's": set(re.findall(r"self\.(\w+_comm): ", cuda.text))
         <= {*hazards.HARMLESS, *hazards.BESIDE_NCCL},
         "a communicator that its own suspend took down is told by NCCL": "def suspend(" not in pynccl.text
-        or all(
-            words in wrapper.text + pynccl.text
-            for words in ('_funcs["ncclCommSuspend"](comm, flags)', "self.nccl.ncclCommSuspend(self.comm, ", "self.nccl.ncclCommResume(self.comm)")
-        ),
+        or has(wrapper.text + pynccl.text, '"ncclCommSuspend"](comm, flags)', "nccl.ncclCommSuspend(self.comm, ", "nccl.ncclCommResume(self.comm)"),
         "a worker loads the plugins": "load_general_plugins()" in base.body("WorkerWrapperBase", "init_worker"),
         "a worker tells its vllm_config": "self.vllm_config = " in base.text,
     }
@@ -154,10 +149,10 @@ def checks_of_sleep(root: Path) -> dict[str, bool]:
     runners = [Source(root / f"v1/worker/{name}") for name in ("gpu_model_runner.py", "gpu/model_runner.py")]
     return {
         "CuMemAllocator.instance and pointer_to_data": 'instance: "CuMemAllocator | None" = None' in cumem.text and "self.pointer_to_data" in cumem.text,
-        "a block has handle, tag, cpu_backup_tensor and is_asleep": all(f"    {name}:" in data.text for name in ("handle", "tag", "cpu_backup_tensor", "is_asleep")),
+        "a block has handle, tag, cpu_backup_tensor and is_asleep": has(data.text, "    handle:", "    tag:", "    cpu_backup_tensor:", "    is_asleep:"),
         "a handle is device, size, address, handle": "HandleType: TypeAlias = tuple[int, int, int," in data.text,
         "CuMemAllocator.sleep(self, offload_tags)": cumem.parameters("CuMemAllocator", "sleep") == ["self", "offload_tags"],
-        "create_and_map, unmap_and_release, libcudart": all(words in cumem.text for words in ("def create_and_map(", "def unmap_and_release(", "libcudart = CudaRTLibrary()")),
+        "create_and_map, unmap_and_release, libcudart": has(cumem.text, "def create_and_map(", "def unmap_and_release(", "libcudart = CudaRTLibrary()"),
         "the memory of the cache alone is its own, or the model runner is told when it is back": "self.model_runner.post_kv_cache_wake_up()"
         in worker.body("Worker", "wake_up")
         or all("kv_cache_allocation_context" in r.parameters("GPUModelRunner", "initialize_kv_cache") for r in runners),
@@ -202,7 +197,7 @@ def checks_of_pool(root: Path) -> dict[str, bool]:
         "/wake_up knows two tags, and no others": any(
             words in executor.text for words in ('self.sleeping_tags = {"weights", "kv_cache"}', 'SLEEP_TAGS = frozenset(("weights", "kv_cache"))')
         ),
-        "the allocator is asked for before the model is loaded, on its device, with its groups": 0 <= load.find('tag="weights"') < load.find(".load_model(")
+        "the allocator is asked for before the model is loaded, on its device, with its groups": in_order(load, 'tag="weights"', ".load_model(")
         and "set_device_index(self.device)" in worker.body("Worker", "init_device")
         and "init_worker_distributed_environment(" in worker.body("Worker", "init_device"),
     }
@@ -236,6 +231,9 @@ def checks_of_graphs(root: Path) -> dict[str, bool]:
     grows = workspace.body("WorkspaceManager", "_ensure_workspace_size")
     switches = "set_graph_pool_id(pool or " in switch.text and "yield pool\n" in switch.text  # who captures has its pool from there (0.32)
     made = [r.body("GPUModelRunner", "__init__") for r in (runner, runner2)]
+    full, micro = wrapper.body("CUDAGraphWrapper", "__call__"), ubatch.body("UBatchWrapper", "_capture_ubatches")
+    broken = breakable.body("BreakableCUDAGraphWrapper", "_capture")
+    switched = [switches and "capture_pool(self.graph_pool," in body for body in (full, broken, micro)]
     captures = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
@@ -249,14 +247,11 @@ def checks_of_graphs(root: Path) -> dict[str, bool]:
         and sum("def get_global_graph_pool(" in path.read_text() for path in (root / "platforms").rglob("*.py")) == 1,
         "only these files capture graphs": {c for c in captures if not c.startswith(_ELSEWHERE)} <= set(_CAPTURES),
         "FULL and PIECEWISE: CUDAGraphWrapper asks the platform": f"self.graph_pool = {asks}" in wrapper.body("CUDAGraphWrapper", "__init__")
-        and ("pool=self.graph_pool," in (call := wrapper.body("CUDAGraphWrapper", "__call__")) or (switches and "capture_pool(self.graph_pool," in call)),
+        and ("pool=self.graph_pool," in full or switched[0]),
         "breakable: BreakableCUDAGraphWrapper asks the platform": f"self.graph_pool = {asks}" in breakable.body("BreakableCUDAGraphWrapper", "__init__")
-        and (
-            "BreakableCUDAGraphCapture(pool=self.graph_pool)" in (call := breakable.body("BreakableCUDAGraphWrapper", "_capture"))
-            or (switches and "capture_pool(self.graph_pool," in call and "BreakableCUDAGraphCapture(pool=pool" in call)
-        ),
-        "its segments begin and end by torch.cuda.CUDAGraph's methods": all(
-            words in breakable.body("BreakableCUDAGraphCapture", "_begin_segment") for words in ("torch.cuda.CUDAGraph()", ".capture_begin(pool=self.pool)")
+        and ("BreakableCUDAGraphCapture(pool=self.graph_pool)" in broken or (switched[1] and "BreakableCUDAGraphCapture(pool=pool" in broken)),
+        "its segments begin and end by torch.cuda.CUDAGraph's methods": has(
+            breakable.body("BreakableCUDAGraphCapture", "_begin_segment"), "torch.cuda.CUDAGraph()", ".capture_begin(pool=self.pool)"
         )
         and ".capture_end()" in breakable.body("BreakableCUDAGraphCapture", "_end_segment"),
         "the second model runner: CudaGraphManager asks the platform": f"self.pool = {asks}" in manager.body("CudaGraphManager", "__init__")
@@ -264,19 +259,13 @@ def checks_of_graphs(root: Path) -> dict[str, bool]:
         "speculators: their managers are CudaGraphManagers": "(CudaGraphManager)" in speculators
         and not any(words in speculators for words in ("torch.cuda.graph(", "graph_pool_handle(")),
         "micro-batches: UBatchWrapper has its wrapper's": "return self.cudagraph_wrapper.graph_pool" in ubatch.text
-        and "pool=self.graph_pool," in ubatch.body("UBatchWrapper", "_capture_ubatches"),
+        and "pool=self.graph_pool," in micro,
         "NCCL's graph pool id follows: each of them tells it before it captures": all(
-            "set_graph_pool_id(self.graph_pool)" in body or (switches and "capture_pool(self.graph_pool," in body)
-            for body in (
-                wrapper.body("CUDAGraphWrapper", "__call__"),
-                breakable.body("BreakableCUDAGraphWrapper", "_capture"),
-                ubatch.body("UBatchWrapper", "_capture_ubatches"),
-            )
+            "set_graph_pool_id(self.graph_pool)" in body or by_switch for body, by_switch in zip((full, broken, micro), switched, strict=True)
         )
         and "def set_graph_pool_id(graph_pool_id" in pynccl.text,
-        "graphs that are only measured have a pool of their own, and the wrappers get theirs back": all(
-            words in measured
-            for words in (f"profiling_pool = {own}", "instance.graph_pool = profiling_pool", "instance.graph_pool = original_pools[id(instance)]")
+        "graphs that are only measured have a pool of their own, and the wrappers get theirs back": has(
+            measured, f"profiling_pool = {own}", "instance.graph_pool = profiling_pool", "instance.graph_pool = original_pools[id(instance)]"
         )
         and manager.text.count("_global_graph_pool = throwaway_pool") == manager.text.count("_global_graph_pool = saved_global_pool") <= 1,
         "an encoder's graphs have a pool of their own": f"encoder_graph_pool = {own}" in runner.body("GPUModelRunner", "capture_model"),
@@ -291,7 +280,7 @@ def checks_of_graphs(root: Path) -> dict[str, bool]:
         and "torch.empty(" in grows
         and workspace.text.count("torch.empty(") == 1,
         "_current_workspaces: tensors or None, let go before they grow": "self._current_workspaces: list[torch.Tensor | None]" in workspace.text
-        and 0 <= grows.find("_id] = None") < grows.find("torch.empty("),
+        and in_order(grows, "_id] = None", "torch.empty("),
         "or under the tag of an alloc_context, from vLLM's allocator": "alloc_context" not in workspace.text
         or "with self._alloc_context():" in grows[: grows.find("torch.empty(")],
     }
@@ -302,23 +291,19 @@ def checks_of_run(root: Path) -> dict[str, bool]:
     arguments = "\n".join(path.read_text() for path in (root / "engine/arg_utils.py", *(root / "entrypoints").rglob("cli_args.py")))
     router, envs = Source(root / "entrypoints/serve/dev/sleep/api_router.py"), Source(root / "envs.py")
     sleeps, compilation = Source(root / "v1/engine/core.py"), Source(root / "config/compilation.py")
-    title = "PROCESS_NAME_PREFIX"
+    variables = (vllm.DEV_MODE, vllm.API_KEY, *(s.name for s in environment.SETTINGS if s.name.startswith("VLLM_")))
     return {
-        "options: --enable-sleep-mode, --disable-custom-all-reduce, --compilation-config, --uds, -tp, -pp, -dp": all(
-            words in arguments
-            for words in ('"--enable-sleep-mode"', '"--disable-custom-all-reduce"', '"--compilation-config"', "uds: str", '"-tp"', '"-pp"', '"-dp"')
+        "options: --enable-sleep-mode, --disable-custom-all-reduce, --compilation-config, --uds, -tp, -pp, -dp": has(
+            arguments, '"--enable-sleep-mode"', '"--disable-custom-all-reduce"', '"--compilation-config"', "uds: str", '"-tp"', '"-pp"', '"-dp"'
         ),
         "pass_config.fuse_allreduce_rms": "fuse_allreduce_rms: " in compilation.text,
-        "its variables of gpuckpt env --vllm, for the dev endpoints and for the API key": all(
-            f'"{name}"' in envs.text
-            for name in (vllm.DEV_MODE, vllm.API_KEY, *(s.name for s in environment.SETTINGS if s.name.startswith("VLLM_")))
-        ),
-        "POST /sleep?level=&mode=, POST /wake_up?tags=, GET /is_sleeping": all(
-            words in router.text for words in ('post("/sleep")', 'post("/wake_up")', 'get("/is_sleeping")', "level", "mode", "tags")
+        "its variables of gpuckpt env --vllm, for the dev endpoints and for the API key": has(envs.text, *(f'"{name}"' for name in variables)),
+        "POST /sleep?level=&mode=, POST /wake_up?tags=, GET /is_sleeping": has(
+            router.text, 'post("/sleep")', 'post("/wake_up")', 'get("/is_sleeping")', "level", "mode", "tags"
         ),
         "level 0 and the tag scheduling: a pause": "level < 1" in sleeps.body("EngineCore", "sleep")
         and '"scheduling" in tags' in sleeps.body("EngineCore", "wake_up"),
-        "engines and workers call themselves VLLM::": f'os.getenv("VLLM_{title}", "VLLM")' in envs.text
+        "engines and workers call themselves VLLM::": 'os.getenv("VLLM_PROCESS_NAME_PREFIX", "VLLM")' in envs.text
         and "{prefix}::" in Source(root / "utils/system_utils.py").text,
     }
 
@@ -368,13 +353,19 @@ class Source:
         return self._classes[cls].body if cls in self._classes else [] if cls else self._module.body
 
 
-def vllm_root() -> Path | None:
-    spec = importlib.util.find_spec("vllm")
-    return Path(spec.origin).parent if spec and spec.origin else None
+def has(text: str, *words: str) -> bool:
+    return all(each in text for each in words)
 
 
-def torch_root() -> Path | None:
-    spec = importlib.util.find_spec("torch")
+def in_order(text: str, *words: str) -> bool:
+    """*words* are there, each before the next."""
+    found = [text.find(each) for each in words]
+    return found[0] >= 0 and found == sorted(found)
+
+
+def root_of(package: str) -> Path | None:
+    """The folder of a package that is installed."""
+    spec = importlib.util.find_spec(package)
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
@@ -392,11 +383,11 @@ FEATURES: dict[str, Callable[[Path], dict[str, bool]]] = {
 
 
 def main(arguments: list[str]) -> int:
-    where = Path(arguments[0]) if arguments else vllm_root()
+    where = Path(arguments[0]) if arguments else root_of("vllm")
     if where is None:
         raise SystemExit("vLLM is not installed")
     seen = {what: ok for part in FEATURES.values() for what, ok in part(where).items()} | installed()
-    if torch := torch_root():
+    if torch := root_of("torch"):
         seen |= checks_of_torch(torch)
     for what, ok in seen.items():
         print("ok  " if ok else "FAIL", what)

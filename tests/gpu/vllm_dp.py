@@ -130,7 +130,7 @@ rows: list[dict[str, Any]] = []
 try:
     budget.step("what is relied upon, by name")
     if not SIMULATED:
-        root = vllm_contract.vllm_root()
+        root = vllm_contract.root_of("vllm")
         assert root is not None, "vLLM is not installed"
         parts = (vllm_contract.checks, vllm_contract.checks_of_together, vllm_contract.checks_of_nccl, vllm_contract.checks_of_experts)
         broken = [what for part in parts for what, ok in part(root).items() if not ok]

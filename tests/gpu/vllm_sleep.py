@@ -60,12 +60,12 @@ def left_s() -> float:
 
 # 1. What is relied upon, by name.
 if not SIMULATED:
-    root = vllm_contract.vllm_root()
+    root = vllm_contract.root_of("vllm")
     r.check("vLLM is installed", root is not None)
     assumptions = {**vllm_contract.checks(root), **vllm_contract.checks_of_sleep(root), **vllm_contract.installed()}  # type: ignore[arg-type]
     if pooled:
         assumptions |= {**vllm_contract.checks_of_pool(root), **vllm_contract.checks_of_graphs(root)}  # type: ignore[arg-type]
-        assumptions |= vllm_contract.checks_of_torch(vllm_contract.torch_root())  # type: ignore[arg-type]
+        assumptions |= vllm_contract.checks_of_torch(vllm_contract.root_of("torch"))  # type: ignore[arg-type]
     broken = [what for what, ok in assumptions.items() if not ok]
     if not r.check("vLLM is as gpuckpt.agent.vllm_memory knows it", not broken, broken or len(assumptions)):
         r.finish()

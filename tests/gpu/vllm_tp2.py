@@ -60,7 +60,7 @@ r = Results(f"vllm_tp{RANKS}")
 
 # 1. What is relied upon, by name.
 if not SIMULATED:
-    root = vllm_contract.vllm_root()
+    root = vllm_contract.root_of("vllm")
     r.check("vLLM is installed", root is not None)
     assumptions = {**vllm_contract.checks(root), **vllm_contract.checks_of_nccl(root), **vllm_contract.installed()}  # type: ignore[arg-type]
     broken = [what for what, ok in assumptions.items() if not ok]
