@@ -105,7 +105,7 @@ def test_the_remainder() -> None:
 
 
 def test_a_report_says_what_stays_and_why(machine: Machine) -> None:
-    """By process; and of a full suspend nothing."""
+    """Case 45: by class and by process; and of a full suspend nothing."""
     target, other = machine.target(*POOL, *TOLD), machine.target(*POOL)
     down = suspended(machine, target, str(other.pid), "--method", "pool")
     by_pid = {p["pid"]: p for p in down.document["processes"]}
