@@ -36,22 +36,25 @@ _RESERVED_BY_POOL, _RESERVED_BY_GRAPHS = 5, 2  # CUmemPool_attribute, CUgraphMem
 def classes(communicators: Communicators, memory: Memory) -> list[dict[str, Any]]:
     """Each ``{"class", "bytes", "why"}`` of all GPUs together, without those of nothing. Never raises."""
     found: dict[str, int] = {}
-    asks: list[Callable[[], dict[str, int]]] = [lambda: of_memory(memory), lambda: {"nccl": communicators.held_bytes()}, of_driver]
+    asks: list[Callable[[], dict[str, int]]] = [
+        lambda: {"pool": sum(t["bytes"] for t in memory.tags() if t["where"] == "gpu")},
+        lambda: {"torch": of_torch(memory)},
+        lambda: {"nccl": communicators.held_bytes()},
+        of_driver,
+    ]
     for ask in asks:
         with contextlib.suppress(Exception):  # whatever the program's libraries raise: its suspend goes on
             found |= ask()
     return [{"class": name, "bytes": found[name], "why": why} for name, why in WHY.items() if found.get(name, 0) > 0]
 
 
-def of_memory(memory: Memory) -> dict[str, int]:
-    """Of the program's allocators. torch counts what lies under tags as its own, asleep or awake."""
-    tags = memory.tags()
-    found = {"pool": sum(t["bytes"] for t in tags if t["where"] == "gpu")}
+def of_torch(memory: Memory) -> int:
+    """What torch has reserved outside of tags, which it counts as its own, asleep or awake. 0 where its memory is cudaMallocAsync's."""
     torch = sys.modules.get("torch")  # found, never imported by us first
-    if torch is not None and torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "native":
-        reserved = sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
-        found["torch"] = reserved - sum(t["bytes"] for t in tags)
-    return found
+    if torch is None or not torch.cuda.is_initialized() or torch.cuda.get_allocator_backend() != "native":
+        return 0
+    reserved: int = sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
+    return reserved - sum(int(t["bytes"]) for t in memory.tags())
 
 
 def of_driver(name: str = "libcuda.so.1") -> dict[str, int]:
