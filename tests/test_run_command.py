@@ -12,7 +12,7 @@ import pytest
 
 from gpuckpt import errors
 from gpuckpt.image import preload
-from gpuckpt.supervisor import paths, places, vllm
+from gpuckpt.supervisor import paths, places, swept, vllm
 from gpuckpt.supervisor.traffic import Expired, Full, Traffic, Unavailable
 from tests.simulated_machine import COMMAND
 
@@ -233,15 +233,15 @@ def test_names() -> None:
 
 
 def test_the_runtime_directory_is_ours_alone(tmp_path: Path) -> None:
-    made = places.private(tmp_path / "r")
+    made = swept.private(tmp_path / "r")
     assert made.stat().st_mode & 0o777 == 0o700
     made.chmod(0o755)
-    assert places.private(made).stat().st_mode & 0o777 == 0o700
+    assert swept.private(made).stat().st_mode & 0o777 == 0o700
     (tmp_path / "link").symlink_to(made)
     (tmp_path / "file").write_text("")
     for name in ("link", "file"):
         with pytest.raises(errors.PermissionDenied):
-            places.private(tmp_path / name)
+            swept.private(tmp_path / name)
     with pytest.raises(errors.Usage, match="too long"):
         places.Place("a", {"GPUCKPT_RUNTIME_DIR": str(tmp_path / ("x" * 100))})
 

@@ -9,16 +9,19 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuckpt import errors
+from gpuckpt import claims, errors
 from gpuckpt.inspect import host
-from gpuckpt.supervisor import places
+from gpuckpt.supervisor import places, swept
 from gpuckpt.supervisor.model import HOST_MEMORY_HINT
 from gpuckpt.words import size
 
+#: How long another run may take to decide, in seconds: it looks at its processes, and asks the others.
+DECIDE_S = 60.0
 _POLL_S = 0.02
 
 Others = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
@@ -95,16 +98,31 @@ class Budget:
 
     @contextlib.asynccontextmanager
     async def deciding(self) -> AsyncIterator[Callable[[], None]]:
-        """Alone until the end, or until what it yields is called: then what this run will take is among its facts."""
-        fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        held = [fd]
+        """Alone until the end, or until what it yields is called: then what this run will take is among its facts. Where there can be no
+        runtime directory it is alone in any case: no other run can be asked.
+
+        Raises :class:`gpuckpt.errors.Busy` where another does not come to its end."""
+        held: list[int] = []
+        with contextlib.suppress(OSError, errors.PermissionDenied):
+            swept.private(self._lock.parent)
+            held.append(os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         try:
-            while not _locked(fd):
+            until = time.monotonic() + DECIDE_S
+            while held and not _locked(held[0]):
+                if time.monotonic() >= until:
+                    raise _undecided(held[0])
                 await asyncio.sleep(_POLL_S)
             yield lambda: os.close(held.pop()) if held else None
         finally:
             for each in held:
                 os.close(each)
+
+
+def _undecided(fd: int) -> errors.Busy:
+    pid = claims.holder(fd)
+    who = f"the run with pid {pid}" if pid else "another run"
+    words = f"{who} has been deciding for {DECIDE_S:g} s how much host memory it takes, and this one waits for that; nothing was suspended"
+    return errors.Busy(words, hint=f"kill -CONT {pid}, if it is stopped" if pid else "gpuckpt status", pid=pid)
 
 
 def _locked(fd: int) -> bool:

@@ -37,10 +37,16 @@ class Child:
 
     @classmethod
     async def start(
-        cls, command: Sequence[str], environ: Mapping[str, str], *, name_fd: int | None = None, adopt_at: Path | None = None
+        cls,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        name_fd: int | None = None,
+        adopt_at: Path | None = None,
+        server: str = "",
     ) -> Child:
         """Start *command*. The keeper holds the descriptor *name_fd* open until the whole tree is gone; with *adopt_at* the tree outlives
-        this supervisor, and the next one comes for it there.
+        this supervisor, and the next one comes for it there, and gets the way to the socket *server* of the command.
 
         Raises :class:`gpuckpt.errors.CannotStart`, whose ``status`` is 126 or 127, where there is no such program.
         """
@@ -54,7 +60,7 @@ class Child:
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         order: dict[str, Any] = {"command": list(command), "environ": dict(environ)}
-        order |= {"name_fd": name_fd if name_fd is not None else -1, "adopt_at": str(adopt_at or "")}
+        order |= {"name_fd": name_fd if name_fd is not None else -1, "adopt_at": str(adopt_at or ""), "server": server}
         writer.write(json.dumps(order).encode() + b"\n")
         answer = json.loads(await reader.readline() or b"{}")
         if "started" not in answer:

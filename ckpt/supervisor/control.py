@@ -20,6 +20,7 @@ from gpuckpt import errors
 from gpuckpt.inspect import processes
 from gpuckpt.supervisor import places
 from gpuckpt.supervisor.mishaps import known
+from gpuckpt.supervisor.swept import Mark
 
 if TYPE_CHECKING:
     from gpuckpt.model import Report
@@ -121,14 +122,23 @@ class ControlServer:
     def __init__(self, path: Path, answer: Callable[[dict[str, Any], Peer], Awaitable[dict[str, Any]]]) -> None:
         self._path, self.answer = path, answer
         self._server: asyncio.Server | None = None
+        self._mark: Mark | None = None
 
     async def listen(self) -> None:
-        """The directory is private already; the socket is too, for whoever copies it elsewhere."""
+        """The directory is private already; the socket is too, for whoever copies it elsewhere. Again: where the last one was swept away;
+        who had come to that one is answered. Raises ``OSError``."""
+        await self.close()
         before = os.umask(0o177)
         try:
             self._server = await asyncio.start_unix_server(self._serve, str(self._path), limit=_LINE_BYTES)
         finally:
             os.umask(before)
+        self._mark = Mark.of(self._path)
+
+    @property
+    def whole(self) -> bool:
+        """Whether who looks for it at its path finds it."""
+        return self._mark is not None and self._mark.there
 
     async def close(self) -> None:
         if self._server is not None:

@@ -5,8 +5,9 @@ the tree, also those that made a session of their own, so none can be overlooked
 ``GPUCKPT_KEEPER_FD`` names: first the order to start, then ``{"signal": N}``, ``{"stop": N, "grace_s": S}`` or ``{"kill": true}``;
 it answers ``{"started": PID}`` or ``{"failed": ERRNO, "what": …}``, and at last ``{"exited": STATUS}`` (as ``os.waitpid`` gives it).
 
-Where the child shall outlive its supervisor, the keeper listens on a socket for the next one: whoever of the same user connects gets
-``{"started": PID}`` again, with the descriptor that holds the run's name, and is the supervisor from then on.
+Where the child shall outlive its supervisor, the keeper listens on a socket for the next one (:mod:`gpuckpt.supervisor.offer`): whoever
+of the same user connects gets ``{"started": PID}`` again, with the descriptors that hold the run's name, and is the supervisor from
+then on.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpuckpt.inspect.processes import KEEPER, below, peer_of, send
+from gpuckpt.inspect.processes import KEEPER, below, send
+
+if TYPE_CHECKING:
+    from gpuckpt.supervisor.offer import Offer
 
 #: How long what is left of the tree may take after the command itself has ended, in seconds.
 LEFTOVER_GRACE_S = 3.0
 #: How long a killed process may take to disappear before the keeper stops waiting for it, in seconds.
 DEATH_S = 30.0
+#: How often it looks whether the next supervisor would find it, in seconds.
+LOOK_S = 1.0
 PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
@@ -37,9 +43,10 @@ _POLL_S = 0.02
 class Keeper:
     """One command from its start to the end of its last descendant."""
 
-    def __init__(self, supervisor: socket.socket, listener: socket.socket | None = None, name_fd: int = -1) -> None:
+    def __init__(self, supervisor: socket.socket, offer: Offer | None = None) -> None:
         self._supervisor: socket.socket | None = supervisor
-        self._listener, self._name_fd = listener, name_fd
+        self._offer = offer
+        self._look_at = time.monotonic()
         self._unread = b""
         self._status: int | None = None
         self._kill_at: float | None = None
@@ -68,24 +75,28 @@ class Keeper:
         self._tell(exited=self._status)
         if self._supervisor is not None:
             self._supervisor.close()
-        if self._listener is not None:
+        if self._offer is not None:
             with contextlib.suppress(OSError):
-                Path(self._listener.getsockname()).unlink()
+                self._offer.withdraw()
 
     def _wait(self) -> None:
-        """Until something happens: an order, the supervisor's death, a child's, or the end of the grace."""
-        timeout = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        """Until something happens: an order, the supervisor's death, a child's, the end of the grace, or time to look at the offer."""
+        now = time.monotonic()
+        if self._offer is not None and now >= self._look_at:
+            self._offer.look(alone=self._supervisor is None)
+            self._look_at = now + LOOK_S
+        wakes = [at for at in (self._kill_at, None if self._offer is None else self._look_at) if at is not None]
         watched: list[int | socket.socket] = [self._woken]
-        if other := self._supervisor or self._listener:
+        if other := self._supervisor or (self._offer and self._offer.listener):
             watched.append(other)
-        ready, _, _ = select.select(watched, [], [], timeout)
+        ready, _, _ = select.select(watched, [], [], max(0.0, min(wakes) - now) if wakes else None)
         if self._woken in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._woken, 4096)
         if self._supervisor is not None and self._supervisor in ready:
             self._receive()
-        elif self._listener is not None and self._listener in ready:
-            self._accept()
+        elif self._offer is not None and self._offer.listener in ready:
+            self._supervisor = self._offer.accept(self.child)
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self.kill()
             self._kill_at = time.monotonic() + 0.2  # until the command is gone
@@ -101,24 +112,12 @@ class Keeper:
             self._supervisor.close()
             self._supervisor = None
             self._unread = b""
-            if self._listener is None:
+            if self._offer is None:
                 self._kill_at = time.monotonic()
             return
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             self._obey(json.loads(line))
-
-    def _accept(self) -> None:
-        """A supervisor comes for a child that has lost its own."""
-        assert self._listener is not None
-        with contextlib.suppress(OSError):
-            new, _ = self._listener.accept()
-            _, uid = peer_of(new)
-            if uid not in (0, os.geteuid()):
-                new.close()
-                return
-            socket.send_fds(new, [json.dumps({"started": self.child}).encode() + b"\n"], [self._name_fd])
-            self._supervisor = new
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "signal" in order:
@@ -207,12 +206,12 @@ def main() -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with supervisor.makefile("rb", buffering=0) as stream:
         order = json.loads(stream.readline())
-    listener = None
+    offer = None
     if path := order["adopt_at"]:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(path)
-        listener.listen()
-    Keeper(supervisor, listener, order["name_fd"]).run(order["command"], order["environ"])
+        from gpuckpt.supervisor.offer import Offer
+
+        offer = Offer(Path(path), order["name_fd"], order["server"])
+    Keeper(supervisor, offer).run(order["command"], order["environ"])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Each run is held by a connection to its control socket, and the GPU by a lock on
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -17,11 +16,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gpuckpt import claims, errors
-from gpuckpt.supervisor import control, places
+from gpuckpt.supervisor import control, places, swept
 from gpuckpt.supervisor.operate import report_or_raise
 
 DEFAULT_S = 300.0
-_POLL_S = 0.05
 #: Of a lease that fails: how long a run may take to say that it is there at all, in seconds.
 _ANSWER_S = 1.0
 #: Stays beside a program until that ends, as nobody's child that it would have to wait for. Its argument: a pidfd.
@@ -91,31 +89,24 @@ class Lease:
         return [h.name for h in self._held]
 
     def _lock(self, until: float) -> None:
-        directory = places.private(places.runtime_directory())
+        directory = swept.private(places.runtime_directory())
         for uuid in self.gpus:
-            fd = os.open(directory / f"{uuid}.lease", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            self._locks.append(fd)
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() >= until:
-                        holder = claims.holder(fd)
-                        raise errors.Busy(
-                            f"{uuid} is leased already{f' by pid {holder}' if holder else ''}; nothing was touched",
-                            hint="wait for it, or give a longer --timeout",
-                            pid=holder,
-                            gpu=uuid,
-                        ) from None
-                time.sleep(_POLL_S)
+            hold = swept.Hold(directory / f"{uuid}.lease")
+            if (holder := hold.take(until)) is not None:
+                raise errors.Busy(
+                    f"{uuid} is leased already{f' by pid {holder.pid}' if holder.pid else ''}; nothing was touched",
+                    hint="wait for it, or give a longer --timeout",
+                    pid=holder.pid,
+                    gpu=uuid,
+                )
+            self._locks += hold.fds
 
     def _suspend(self, until: float, but: str) -> None:
         asked = []
-        for path in sorted(places.runtime_directory().glob("*.sock")):
-            if path.stem != but:
+        for name in places.with_sockets():
+            if name != but:
                 with contextlib.suppress(ConnectionError, FileNotFoundError):  # a dead one's socket
-                    asked.append(Held(path.stem, self.gpus, self.by, max(0.001, until - time.monotonic())))
+                    asked.append(Held(name, self.gpus, self.by, max(0.001, until - time.monotonic())))
         self._held = asked
         try:
             self._held = [h for h in asked if _here(h, until)]

@@ -1,13 +1,13 @@
 """Where a run keeps its sockets: a private directory, one name a run, taken for as long as anything of it lives.
 
 The name is held by a ``flock`` that the supervisor and the keeper of its child share, so that it is free again only when the whole
-tree is gone. A dead socket is replaced; a live one, or anything that is no socket of ours, never.
+tree is gone. A dead socket is replaced; a live one, or anything that is no socket of ours, never. What is swept away while the run lives
+is made anew (:mod:`gpuckpt.supervisor.swept`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -24,10 +24,13 @@ from typing import Any
 from gpuckpt import errors
 from gpuckpt.inspect import processes
 from gpuckpt.model import ProcessId
+from gpuckpt.supervisor.swept import Hold, is_private, private
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 #: Bytes that the path of a unix socket may have (sockaddr_un.sun_path, with its final zero).
 SOCKET_PATH_BYTES = 107
+#: Descriptors that a keeper hands on at most: of the name, two, and of the server's socket.
+FDS_MOST = 3
 #: How long a new run waits for the last one of its name to be gone, in seconds: a tree that is killed takes a moment to end.
 TAKEN_WAIT_S = 5.0
 
@@ -54,31 +57,34 @@ def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return Path("/run/gpuckpt") if os.geteuid() == 0 else Path(f"/tmp/gpuckpt-{os.geteuid()}")  # noqa: S108 - checked to be ours alone
 
 
-def private(directory: Path) -> Path:
-    """*directory*, there, ours, and closed to others. Raises :class:`gpuckpt.errors.PermissionDenied` for anything else at its path."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700, parents=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise errors.PermissionDenied(
-            f"{directory} is not a directory of ours; nothing was started", hint="remove it, or set GPUCKPT_RUNTIME_DIR to another one"
-        )
-    if found.st_mode & 0o077:
-        directory.chmod(0o700)
-    return directory
-
-
 def control_path(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     return runtime_directory(environ) / f"{name}.sock"
 
 
+def with_sockets(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The names of runs that have, or had, a socket; none where the directory is not ours: what others made there is not to be asked."""
+    directory = runtime_directory(environ)
+    try:
+        return sorted(p.stem for p in directory.glob("*.sock")) if is_private(directory) else []
+    except OSError:
+        return []
+
+
+def running(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Those of them whose supervisor lives. Nobody is asked."""
+    directory = runtime_directory(environ)
+    return [n for n in with_sockets(environ) if _lives(holder(directory / f"{n}.lock"), "supervisor")]
+
+
 @dataclass(frozen=True)
 class Adopted:
-    """A child that had lost its supervisor: a connection to its keeper, and what that supervisor had written down."""
+    """A child that had lost its supervisor: a connection to its keeper, and what that supervisor had written down. ``server``: a
+    descriptor (``O_PATH``) of the socket that its server listens on, as far as the keeper has seen it."""
 
     connection: socket.socket
     child: int
     facts: Mapping[str, Any]
+    server: int | None
 
 
 class Place:
@@ -89,22 +95,22 @@ class Place:
         self.directory = private(runtime_directory(environ))
         self.control = self.directory / f"{name}.sock"
         self.keeper = self.directory / f"{name}.keeper"
-        self._lock_path = self.directory / f"{name}.lock"
+        self.hold = Hold(self.directory / f"{name}.lock")
         self.adopted: Adopted | None = None
         self.leave = False  # the child and what belongs to it, for the next supervisor
         if orphan(name, environ) and self._adopt():
             return
-        self.lock_fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self.private: Path | None = None
+        self._take()
         try:
-            self._take()
             check_socket_path(self.control)
             clear(self.control)
             clear(self.keeper)
             self._clear_left()
             self.private = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=self.directory))
+            self.note()
         except BaseException:
-            os.close(self.lock_fd)
+            self.hold.close()
             raise
 
     @property
@@ -113,31 +119,48 @@ class Place:
         assert self.private is not None
         return check_socket_path(self.private / "http.sock")
 
-    def note(self, child: int, **facts: Any) -> None:
+    def note(self, child: int | None = None, **facts: Any) -> None:
         """Write down who this run is, for whoever finds its name taken, or an orphan; and *facts* for who adopts its child."""
-        who = {"supervisor": os.getpid(), "child": child}
+        who = {"supervisor": os.getpid(), **({} if child is None else {"child": child})}
         ticks = {f"{name}_ticks": proc.start_ticks for name, pid in who.items() if (proc := processes.read(pid))}
-        data = json.dumps({**who, **ticks, "private": str(self.private), **facts}).encode()
-        os.pwrite(self.lock_fd, data.ljust(os.fstat(self.lock_fd).st_size), 0)
+        self.hold.write(json.dumps({**who, **ticks, "private": str(self.private), **facts}))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is still where others look for it."""
+        return self.hold.whole and self.private is not None and self.private.is_dir()
+
+    def again(self) -> None:
+        """Make what was swept away anew: the directories and the lock. Raises ``OSError`` or :class:`gpuckpt.errors.PermissionDenied`
+        where that cannot be, now."""
+        private(self.directory)
+        if not self.hold.whole:
+            self.hold.again()
+        if self.private is not None:
+            private(self.private)  # a child that is started later listens there
 
     def _adopt(self) -> bool:
         """Take over the child of a supervisor that is gone, from its keeper. False where nobody offers it."""
-        facts = holder(self._lock_path)
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(TAKEN_WAIT_S)
+        fds: list[int] = []
         try:
             connection.connect(str(self.keeper))
-            line, fds, _, _ = socket.recv_fds(connection, 4096, 1)
-            started = json.loads(line)["started"]
-        except (OSError, ValueError, KeyError):
+            line, fds, _, _ = socket.recv_fds(connection, 4096, FDS_MOST)
+            offer = json.loads(line)
+            names = offer.get("names", 1)  # an earlier version knows of one
+            hold = Hold(self.hold.path, fds[:names])
+            facts = _facts(hold.read())
+            if offer["started"] != facts["child"]:
+                raise ValueError(f"the child of another: {offer['started']}")
+        except (OSError, ValueError, LookupError):
+            for fd in fds:
+                os.close(fd)
             connection.close()
             return False
-        if not fds or started != facts.get("child"):
-            connection.close()
-            return False
-        self.lock_fd = fds[0]
+        self.hold = hold
         self.private = Path(facts["private"])
-        self.adopted = Adopted(connection, started, facts)
+        self.adopted = Adopted(connection, facts["child"], facts, next(iter(fds[names:]), None))
         clear(self.control)
         return True
 
@@ -154,30 +177,25 @@ class Place:
         with contextlib.suppress(OSError):
             self.control.unlink()
         if self.leave:
-            os.close(self.lock_fd)
+            self.hold.close()
             return
         with contextlib.suppress(OSError):
             self.keeper.unlink()
         if self.private is not None:
             shutil.rmtree(self.private, ignore_errors=True)
-        os.close(self.lock_fd)
+        self.hold.close()
 
     def _take(self) -> None:
-        until = time.monotonic() + TAKEN_WAIT_S
-        while True:
-            try:
-                fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    break
-            time.sleep(0.05)
-        facts = holder(self._lock_path)
+        taken = self.hold.take(time.monotonic() + TAKEN_WAIT_S)
+        if taken is None:
+            return
+        facts, name = _facts(taken.text), self.name
         who = f"pid {facts['supervisor']}, its child is pid {facts['child']}" if "child" in facts else "it is starting"
-        raise errors.NameTaken(
-            f"a run is already called {self.name!r} ({who}); nothing was started",
-            hint=f"gpuckpt status {self.name}; choose another --name, or end it: gpuckpt stop {self.name}",
-        )
+        hint = f"gpuckpt status {name}; choose another --name, or end it: gpuckpt stop {name}"
+        if _lives(facts, "child") and not _lives(facts, "supervisor"):
+            who = f"its supervisor is gone, its child, pid {facts['child']}, lives on"
+            hint = f"gpuckpt run --name {name} again in a moment, which adopts it if it was started with --keep-child"
+        raise errors.NameTaken(f"a run is already called {name!r} ({who}); nothing was started", hint=hint)
 
     def _clear_left(self) -> None:
         """Private directories of an earlier run of this name, which ended without a word. We hold its name: it is gone."""
@@ -266,7 +284,14 @@ def _lives(facts: Mapping[str, Any], who: str) -> bool:
 def holder(lock_path: Path) -> dict[str, Any]:
     """What the holder of a name wrote down about itself; {} if nothing yet."""
     try:
-        found: dict[str, Any] = json.loads(lock_path.read_text() or "{}")
+        return _facts(lock_path.read_text())
     except (OSError, ValueError):
         return {}
-    return found
+
+
+def _facts(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

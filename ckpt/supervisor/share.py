@@ -230,8 +230,7 @@ _silent: set[str] = set()  # the runs that did not answer in time when they were
 
 async def others(name: str) -> list[dict[str, Any]]:
     """The facts of every other run of this user that answers."""
-    names = [p.stem for p in places.runtime_directory().glob("*.sock")]
-    answers = await asyncio.gather(*(ask(n, "status") for n in names if n != name))
+    answers = await asyncio.gather(*(ask(n, "status") for n in places.with_sockets() if n != name))
     return [a["run"] for a in answers if a is not None and "shares" in a.get("run", {})]
 
 

@@ -23,7 +23,7 @@ from gpuckpt.image import paths as image_paths
 from gpuckpt.inspect.host import BUDGET_VARIABLE
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
-from gpuckpt.supervisor import adopt, idle, logs, paths, vllm
+from gpuckpt.supervisor import adopt, again, idle, logs, paths, vllm
 from gpuckpt.supervisor.admin import Admin
 from gpuckpt.supervisor.between import Childless
 from gpuckpt.supervisor.budget import Budget
@@ -37,7 +37,7 @@ from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.notify import AGAIN_S, Notifier, notify, still
 from gpuckpt.supervisor.operate import Worker
-from gpuckpt.supervisor.places import Place
+from gpuckpt.supervisor.places import Adopted, Place
 from gpuckpt.supervisor.probe import Probe
 from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus, moved_to_disk, others
 from gpuckpt.supervisor.spill import Spill
@@ -102,9 +102,12 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
         place.leave = place.adopted is not None
         log.error("cannot listen: %s", e.strerror or e)
         return EXIT_OWN_FAILURE
+    watch = asyncio.create_task(again.keep(place, control))
     try:
         return await _Lives(options, prepared, place, environ, signals, control, childless).until_the_end()
     finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
         await control.close()
 
 
@@ -147,15 +150,16 @@ class _Lives:
         if adopted is not None:
             child = await Child.adopt(adopted.connection, adopted.child)
             log.info("adopted pid %d as run %s", child.pid, options.name)
-            return _Supervised(options, prepared, place, child, adopted.facts)
+            return _Supervised(options, prepared, place, child, adopted)
         lease = None
         if options.sharing.shares:
             room = _make_room_to_start(options, prepared, self.environ)
             lease = await self.childless.unless_told_to_end(room, AGAIN_S, lambda: still("waiting for its GPU"))
         adopt_at = place.keeper if options.keep_child else None
+        server = str(place.upstream) if options.adapter == "vllm" and prepared.gate else ""
         budget = {BUDGET_VARIABLE: str(options.host_budget_bytes)} if options.host_budget_bytes is not None else {}
         environ = {**self.environ, **prepared.environ, **budget, RUN_VARIABLE: options.name}
-        child = await Child.start(prepared.command, environ, name_fd=place.lock_fd, adopt_at=adopt_at)
+        child = await Child.start(prepared.command, environ, name_fd=place.hold.fds[0], adopt_at=adopt_at, server=server)
         log.info("started pid %d as run %s%s", child.pid, options.name, ", preload library on" if "preload" in prepared.changes else "")
         supervised = _Supervised(options, prepared, place, child)
         if lease is not None:
@@ -184,9 +188,7 @@ class _Lives:
 class _Supervised:
     """A started child and all that stands around it."""
 
-    def __init__(
-        self, options: Options, prepared: vllm.Prepared, place: Place, child: Child, adopted: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, options: Options, prepared: vllm.Prepared, place: Place, child: Child, adopted: Adopted | None = None) -> None:
         self.options, self.child, self._place, self._prepared = options, child, place, prepared
         self.traffic = Traffic(hold_s=options.hold_s, max_waiting=options.max_waiting)
         self.upstream: Upstream | None = None
@@ -194,7 +196,9 @@ class _Supervised:
         probe: Probe | None = None
         if options.adapter == "vllm" and prepared.gate:
             key = prepared.keys[0] if prepared.keys else ""
-            self.upstream = Upstream("http://vllm", Connector(str(place.upstream), child.owns), key=key)
+            self.upstream = Upstream(
+                "http://vllm", Connector(str(place.upstream), child.owns, adopted.server if adopted else None), key=key
+            )
             server = served = vllm.Vllm(self.upstream, prepared.sleeps, options.keeps_cache)
             probe = Probe(served)
         elif options.adapter == "url":
@@ -203,11 +207,11 @@ class _Supervised:
         self.run = Run(child, server, self.traffic, options.policy)
         self.run.probe = probe
         if adopted is not None:
-            adopt.recall(self.run.holdings, adopted)
+            adopt.recall(self.run.holdings, adopted.facts)
             self.run.find = lambda: adopt.find(child.pid, self.run.holdings, server)
         self.share = Share(self.run, options.name, options.sharing)
         if adopted is not None:
-            self.share.adopted(bool(adopted.get("comes_back")))
+            self.share.adopted(bool(adopted.facts.get("comes_back")))
         self._note(self.run.state)
         self.run.changed.append(self._note)
         self.spill = Spill(self.run, options.policy.move_to)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,6 +19,7 @@ from aiohttp.client_proto import ResponseHandler
 from gpuckpt import errors
 from gpuckpt.inspect import processes
 from gpuckpt.supervisor.exchange import Connections
+from gpuckpt.supervisor.swept import Mark
 
 #: How many connections are being made at once. A server's backlog may be short; the rest wait here, in their order.
 CONNECTING = 16
@@ -28,11 +31,17 @@ HEALTH_S = 5.0
 
 
 class Connector(aiohttp.UnixConnector):
-    """Connects to a unix socket. *ours* says whether the pid that listens there may be spoken to."""
+    """Connects to a unix socket. *ours* says whether the pid that listens there may be spoken to. *fd*: a descriptor (``O_PATH``) of the
+    socket that was seen there before.
 
-    def __init__(self, path: str, ours: Callable[[int], bool]) -> None:
+    Once it was seen it is reached also where its path is gone (:mod:`gpuckpt.supervisor.swept`).
+    """
+
+    def __init__(self, path: str, ours: Callable[[int], bool], fd: int | None = None) -> None:
         super().__init__(path, limit=0, keepalive_timeout=KEEP_S)
         self._is_ours = ours
+        self._fd = fd
+        self._mark: Mark | None = None
         self._known: set[int] = set()
         self._turn = asyncio.Semaphore(CONNECTING)
 
@@ -55,7 +64,7 @@ class Connector(aiohttp.UnixConnector):
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
-                sock.connect(self.path)
+                sock.connect(self._where())
                 self._check(sock)
             except (BlockingIOError, ConnectionRefusedError):
                 sock.close()
@@ -67,6 +76,22 @@ class Connector(aiohttp.UnixConnector):
             else:
                 return sock
             await asyncio.sleep(0.005)
+
+    def _where(self) -> str:
+        """A path to the socket that lies at ours, or lay there last."""
+        if self._mark is None or not self._mark.there:
+            with contextlib.suppress(OSError):
+                mark = Mark.of(Path(self.path))
+                fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self.forget()
+                self._mark, self._fd = mark, fd
+        return self.path if self._fd is None else f"/proc/self/fd/{self._fd}"
+
+    def forget(self) -> None:
+        """It is not reached any more by a path that is gone."""
+        fd, self._fd, self._mark = self._fd, None, None
+        if fd is not None:
+            os.close(fd)
 
     def _check(self, sock: socket.socket) -> None:
         pid, _ = processes.peer_of(sock)
@@ -84,7 +109,8 @@ class Upstream:
         self.base = base.rstrip("/")
         self.health = health
         self.key = key
-        self.connections = Connections(connector.dial, KEEP_S) if isinstance(connector, Connector) else None
+        self._connector = connector if isinstance(connector, Connector) else None
+        self.connections = Connections(self._connector.dial, KEEP_S) if self._connector is not None else None
         self.session = aiohttp.ClientSession(
             connector=connector,
             auto_decompress=False,
@@ -99,6 +125,8 @@ class Upstream:
         if self.connections is not None:
             self.connections.close()
         await self.session.close()
+        if self._connector is not None:
+            self._connector.forget()
 
     async def call(self, method: str, path: str, *, within_s: float, body: object = None) -> tuple[int, bytes]:
         """A call of our own. Raises :class:`gpuckpt.errors.ServerRefused` where no answer comes."""
