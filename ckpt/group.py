@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gpuckpt import errors, plan
+from gpuckpt.agent.protocol import FOUND_S
 from gpuckpt.barrier import Part
 from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import ranks
@@ -112,7 +113,8 @@ class Group(Walk):
                 raise errors.InFlight(
                     f"the agent of {self.world.describe(m.id.pid)} does not answer, and its program stands still until it is asked to "
                     "go on; what was suspended with it waits as well",
-                    hint=f"gpuckpt recover; if it never answers, end it: kill {m.id}",
+                    hint=f"gpuckpt recover, in {FOUND_S:g} s once more: a socket that was removed is made anew; if it never answers, "
+                    f"end it: kill {m.id}",
                     pid=m.id.pid,
                 )
             elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:

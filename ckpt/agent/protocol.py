@@ -30,6 +30,8 @@ from gpuckpt.model import ProcessId, State
 VERSION = 3
 #: How long a hello waits for a look at communicators that were told of before, in seconds; for others it waits as long as its sender says.
 LOOK_S = 1.0
+#: How often an agent looks whether it is found at its path, in seconds.
+FOUND_S = 10.0
 
 #: Agent call -> (stages that it may begin in, stage that it leads to). The way down, and the way back.
 MOVES: dict[str, tuple[tuple[State, ...], State]] = {
@@ -65,7 +67,10 @@ def socket_name(pid: int, start_ticks: int) -> str:
 
 def make_directory(uid: int) -> Path:
     """Raises ``OSError`` where somebody else has put something in its place."""
-    path = directory(uid)
+    return make_private(directory(uid), uid)
+
+
+def make_private(path: Path, uid: int) -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     check_directory(path, uid)
     return path

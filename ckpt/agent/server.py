@@ -32,7 +32,7 @@ from gpuckpt.agent import protocol, stays
 from gpuckpt.agent.communicators import Communicators
 from gpuckpt.agent.memory import Memory, PoolMemory
 from gpuckpt.agent.place import Done, HalfWayError, Place, Seen, words
-from gpuckpt.agent.wire import Connection, accept
+from gpuckpt.agent.wire import Connection, Listener, accept
 from gpuckpt.model import State
 
 _ON_THE_PROGRAMS_THREAD = frozenset({"offload", "comms", "comms-resume", "onload"})  # and "quiesce", by its coming to the safe point
@@ -86,7 +86,8 @@ class Agent:
     _comms_kept: bool = False  # its communicators were to be left alone
     _measures: bool = False  # what stays is to be told
     _broken: str = ""  # how its communicators failed: it stays where it is until a controller has heard of it
-    _listener: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX))
+    _listener: Listener = field(init=False)
+    _look_at: float = 0.0
     _woken: tuple[socket.socket, socket.socket] = field(default_factory=socket.socketpair)
 
     def __post_init__(self) -> None:
@@ -94,19 +95,13 @@ class Agent:
 
     def start(self) -> None:
         """Listen. Raises ``OSError`` where the socket cannot be made."""
-        protocol.sweep(self.path.parent)
-        unheard = self.path.with_suffix(".new")  # until somebody listens on it another's sweep would take it away
-        unheard.unlink(missing_ok=True)
-        self._listener.bind(str(unheard))
-        unheard.chmod(0o600)
-        self._listener.listen(8)
-        unheard.rename(self.path)
+        self._listener = Listener(self.path)
         threading.Thread(target=self._serve, name="gpuckpt-agent", daemon=True).start()
 
     def close_in_child(self) -> None:
         """After a fork the child has no agent: it must not answer in its parent's name."""
         self.place.in_child()
-        for sock in (self._listener, *self._woken, *(c.sock for c in self._connections)):
+        for sock in (self._listener.sock, *self._woken, *(c.sock for c in self._connections)):
             with contextlib.suppress(OSError):
                 sock.close()
 
@@ -120,15 +115,15 @@ class Agent:
 
     def _serve(self) -> None:
         selector = self._selector
-        selector.register(self._listener, selectors.EVENT_READ, None)
+        selector.register(self._listener.sock, selectors.EVENT_READ, None)
         selector.register(self._woken[0], selectors.EVENT_READ, None)
         while True:
             events = selector.select(self._timeout())
             if not events:
                 self._greet()  # nobody has more to say
             for key, _ in events:
-                if key.fileobj is self._listener:
-                    if connection := accept(self._listener):
+                if key.fileobj is self._listener.sock:
+                    if connection := accept(self._listener.sock):
                         self._connections.append(connection)
                         selector.register(connection.sock, selectors.EVENT_READ, connection)
                 elif key.fileobj is self._woken[0]:
@@ -140,14 +135,25 @@ class Agent:
                     self._lost(key.data)
             self._collect()
             self._expire()
+            self._be_found()
 
-    def _timeout(self) -> float | None:
+    def _be_found(self) -> None:
+        """Now and then: whoever removed its socket must not keep it from being called, suspended or not."""
+        if time.monotonic() < self._look_at:
+            return
+        if not self._listener.there:
+            self._selector.unregister(self._listener.sock)
+            self._listener.again()
+            self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
+        self._look_at = time.monotonic() + protocol.FOUND_S
+
+    def _timeout(self) -> float:
         """How long there is nothing to do unless somebody says something, in seconds."""
         if any(g.until is None for g in self._greeted):
             return 0.0
-        waits = [c.until for c in self._connections if c.asked == "quiesce"]
+        waits = [self._look_at, *(c.until for c in self._connections if c.asked == "quiesce")]
         waits += [g.until for g in self._greeted if g.until is not None]
-        return max(0.0, min(waits) - time.monotonic()) if waits else None
+        return max(0.0, min(waits) - time.monotonic())
 
     def _read(self, connection: Connection) -> bool:
         return connection.read(lambda r, fds: self._handle(connection, r, fds), lambda why: self._answer(connection, 0, "FAILED", why))

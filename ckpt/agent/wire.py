@@ -1,4 +1,4 @@
-"""One connection of an agent with a controller, and who may have one."""
+"""Where an agent is called, one connection with a controller, and who may have one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gpuckpt.agent import protocol
@@ -53,6 +54,49 @@ class Connection:
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             self.sock.send(protocol.encode(message))
+
+
+class Listener:
+    """The socket at *path* on which an agent is called."""
+
+    def __init__(self, path: Path) -> None:
+        """Listens. Raises ``OSError`` where the socket cannot be made."""
+        self.path = path
+        protocol.sweep(path.parent)
+        self.sock = self._listen()
+
+    @property
+    def there(self) -> bool:
+        """Whether who looks for it at its path finds it: a cleaner of ``/tmp`` may have taken it away."""
+        try:
+            found = os.lstat(self.path)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._mark
+
+    def again(self) -> None:
+        """Listen at its path again, if that can be now, with another ``sock``."""
+        was = self.sock
+        with contextlib.suppress(OSError):
+            protocol.make_private(self.path.parent, os.geteuid())
+            self.sock = self._listen()
+            was.close()
+
+    def _listen(self) -> socket.socket:
+        unheard = self.path.with_suffix(".new")  # until somebody listens on it another's sweep would take it away
+        unheard.unlink(missing_ok=True)
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.bind(str(unheard))
+            unheard.chmod(0o600)
+            sock.listen(8)
+            unheard.rename(self.path)
+            found = os.lstat(self.path)
+        except OSError:
+            sock.close()
+            raise
+        self._mark = found.st_dev, found.st_ino
+        return sock
 
 
 def accept(listener: socket.socket) -> Connection | None:
