@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gpuckpt.inspect import processes
+from gpuckpt.model import ProcessId
+from gpuckpt.supervisor.engines import Engines
 from tests.serving import Serving, Stage, free_port, make_stage
 from tests.simulated_machine import eventually
 
@@ -62,3 +69,22 @@ def test_whoever_meant_to_end_or_was_replaced_is_not_missed(place: Stage) -> Non
     assert f"in the place of pid {first} the server has started pid {another['pid']}" in run.stderr
     assert run.complete(id=1).status == 200
     run.close()
+
+
+def test_who_has_a_pid_by_now_is_not_followed() -> None:
+    """Neither where it was found before its pid was another's, nor where that came about just before it could be held on to."""
+
+    async def follow(found: ProcessId) -> bool:
+        run: Any = SimpleNamespace(changed=[], child=SimpleNamespace(pid=0))
+        engines = Engines(run)
+        engines.follow([found])
+        followed = found.pid in engines._followed
+        engines.close()
+        return followed
+
+    with subprocess.Popen(["sleep", "60"]) as other:
+        proc = processes.read(other.pid)
+        assert proc is not None
+        assert asyncio.run(follow(proc.id))
+        assert not asyncio.run(follow(ProcessId(other.pid, proc.start_ticks - 1)))
+        other.kill()

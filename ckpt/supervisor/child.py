@@ -19,7 +19,7 @@ from typing import Any
 
 from gpuckpt import errors
 from gpuckpt.inspect import processes
-from gpuckpt.supervisor.keeper import descendants
+from gpuckpt.model import ProcessId
 
 EXIT_OWN_FAILURE, EXIT_CANNOT_RUN, EXIT_NOT_FOUND = 125, 126, 127
 
@@ -84,9 +84,9 @@ class Child:
     def alive(self) -> bool:
         return not self.exited.done()
 
-    def tree(self) -> list[int]:
-        """The command and all that descends from it."""
-        return descendants(self.keeper_pid)
+    def tree(self) -> list[ProcessId]:
+        """The command and all that descends from it, parents first."""
+        return processes.below(self.keeper_pid)
 
     def owns(self, pid: int) -> bool:
         """Whether *pid* belongs to the tree."""

@@ -15,11 +15,13 @@ import os
 import signal
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import processes
+from gpuckpt.model import ProcessId
 from gpuckpt.supervisor.model import RunState
 from gpuckpt.supervisor.state import Run
 
@@ -59,34 +61,42 @@ class Engines:
             self._forget(pid)
 
     def _changed(self, state: RunState) -> None:
-        tree = self._run.child.tree() if state is RunState.AWAKE else []
         if state is RunState.AWAKE:
+            tree = {p.pid: p for p in self._run.child.tree()}
             if self._own is None:
-                self._own = set(self._run.holdings.holders) & set(tree)
-            self._own |= {p for p in tree if _title(p).startswith(TITLE)}
+                self._own = set(self._run.holdings.holders)
+            self._own = {p for p in tree if p in self._own or _title(p).startswith(TITLE)}  # who has ended leaves its pid to others
             for pid in self._followed.keys() - self._own:
                 self._forget(pid)
-            self.follow(self._own)
+            self.follow(tree[pid] for pid in self._own)
         elif state is RunState.SUSPENDED:
-            self.follow(set(self._run.holdings.pids))
+            self.follow(proc.id for pid in self._run.holdings.pids if (proc := processes.read(pid)) is not None)
 
-    def follow(self, pids: set[int]) -> None:
-        for pid in pids - self._followed.keys() - {self._run.child.pid}:  # the command's own end is told by its keeper
-            proc = processes.read(pid)
+    def follow(self, found: Iterable[ProcessId]) -> None:
+        """Notice the death of those who were *found*, if they still live: a pid that somebody else has by now is not followed."""
+        for pid, process in {p.pid: p for p in found}.items():
+            if pid in self._followed or pid == self._run.child.pid:  # the command's own end is told by its keeper
+                continue
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError:
                 continue  # it has gone already: the next resume tells
+            proc = processes.read(pid)
+            if proc is None or proc.id != process:
+                os.close(pidfd)
+                continue
             program = ""
             with contextlib.suppress(OSError):
                 program = os.readlink(f"/proc/{pid}/exe")
-            self._followed[pid] = _Followed(pid, pidfd, proc.ppid if proc else 0, program, _title(pid).startswith(TITLE))
+            self._followed[pid] = _Followed(pid, pidfd, proc.ppid, program, _title(pid).startswith(TITLE))
             asyncio.get_running_loop().add_reader(pidfd, self._died, pid)
 
     def _died(self, pid: int) -> None:
         one = self._followed[pid]
         status = exit_status(one.pidfd, pid)
         self._forget(pid)
+        if self._own is not None:
+            self._own.discard(pid)
         if self._run.over:
             return
         if status == 0 and not one.titled and not self._run.holdings.down:
@@ -101,20 +111,20 @@ class Engines:
             return
         if not self._run.holdings.down and (others := self._instead_of(one, died)):
             log.warning("in the place of pid %d the server has started pid %s", one.pid, ", ".join(map(str, others)))
-            self._own = (self._own or set()) | set(others)
-            self.follow(set(others))
+            self._own = (self._own or set()) | {p.pid for p in others}
+            self.follow(others)
             return
         self._run.give_up(GpuckptError(f"{one.name} died{_words(status)}, and the server went on without it"))
 
-    def _instead_of(self, one: _Followed, died: float) -> list[int]:
+    def _instead_of(self, one: _Followed, died: float) -> list[ProcessId]:
         """What its parent has started since it *died* (seconds since boot), of the same program."""
         since = died * os.sysconf("SC_CLK_TCK") - 1
         found = []
-        for pid in self._run.child.tree():
-            proc = processes.read(pid)
+        for process in self._run.child.tree():
+            proc = processes.read(process.pid)
             if proc is not None and proc.ppid == one.parent and proc.start_ticks >= since:
                 with contextlib.suppress(OSError):
-                    found += [pid] if os.readlink(f"/proc/{pid}/exe") == one.program else []
+                    found += [process] if os.readlink(f"/proc/{process.pid}/exe") == one.program else []
         return found
 
     def _forget(self, pid: int) -> None:
