@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import execute, json_option
 from gpuckpt.model import Report
 
@@ -31,7 +32,7 @@ class Failure:
 
 
 @click.command()
-@click.argument("code", required=False, default="")
+@click.argument("code", required=False, default="", shell_complete=completing.codes)
 @json_option
 def explain(code: str, as_json: bool) -> None:
     """Say what the CODE at the end of a message means: what happened, how things are now, and what to do.

@@ -9,6 +9,7 @@ import sys
 import click
 
 from gpuckpt import errors
+from gpuckpt.cli import completing
 from gpuckpt.cli.common import Duration, fail
 
 FAILED, CANNOT_RUN, NOT_FOUND = 125, 126, 127
@@ -16,7 +17,9 @@ FAILED, CANNOT_RUN, NOT_FOUND = 125, 126, 127
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
-@click.option("--gpu", "gpus", multiple=True, required=True, metavar="GPU", help="Index or UUID. Repeatable.")
+@click.option(
+    "--gpu", "gpus", multiple=True, required=True, metavar="GPU", shell_complete=completing.gpus, help="Index or UUID. Repeatable."
+)
 @click.option(
     "--timeout",
     "timeout_s",

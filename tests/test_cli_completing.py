@@ -1,7 +1,8 @@
-"""What a shell offers after a command: names of runs and pids, without asking anybody."""
+"""What a shell offers after a command: names of runs, pids, GPUs and codes, without asking anybody."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -12,21 +13,25 @@ import pytest
 
 from gpuckpt.cli import completing
 from gpuckpt.cli.main import main
+from gpuckpt.inspect import processes
 from tests.simulated_machine import Machine
 
 
 @pytest.fixture
 def runtime(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of two runs that answer nothing, on a machine that this very process sees."""
+    """Of two runs that answer nothing, and of one that was killed, on a machine that this very process sees."""
     for name in ("GPUCKPT_SIMULATE", "GPUCKPT_STATE_DIR"):
         monkeypatch.setenv(name, machine.environ[name])
     made = tmp_path / "runtime"
     made.mkdir()
     monkeypatch.setenv("GPUCKPT_RUNTIME_DIR", str(made))
     monkeypatch.chdir(made)
-    for name in ("alpha", "beta"):
+    me = processes.read(os.getpid())
+    assert me is not None
+    for name, ticks in (("alpha", me.start_ticks), ("beta", me.start_ticks), ("killed", me.start_ticks - 1)):
         with socket.socket(socket.AF_UNIX) as s:
             s.bind(f"{name}.sock")
+        Path(f"{name}.lock").write_text(json.dumps({"supervisor": me.pid, "supervisor_ticks": ticks}))
     return made
 
 
@@ -77,3 +82,25 @@ def test_a_process_with_the_memory_device_open_is_a_cuda_process(monkeypatch: py
         assert offered("suspend", me) == [me]
         monkeypatch.setattr(completing, "LOOK_S", -1.0)
         assert offered("suspend", me) == [], "it does not take long, whatever the machine"
+
+
+def test_gpus(machine2: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By index and by UUID; as the driver has written them down where there are real ones."""
+    monkeypatch.setenv("GPUCKPT_SIMULATE", machine2.environ["GPUCKPT_SIMULATE"])
+    uuids = [g.uuid for g in machine2.world.peek().rules.gpus.values()]
+    assert offered("lease", "--gpu", "") == ["0", "1", *uuids]
+    assert offered("lease", "--gpu", "0", "--gpu", "") == ["1", uuids[1]], "it was typed already"
+    assert offered("lease", "--gpu", uuids[1]) == [uuids[1]]
+    monkeypatch.delenv("GPUCKPT_SIMULATE")
+    for bus, uuid in (("0000:3b:00.0", "GPU-b"), ("0000:1a:00.0", "GPU-a")):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(f"Model: \t\t NVIDIA H200\nGPU UUID: \t {uuid}\nBus Type: \t PCIe\n")
+    monkeypatch.setattr(completing, "_GPUS", str(tmp_path))
+    assert offered("lease", "--gpu", "") == ["0", "1", "GPU-a", "GPU-b"]
+    monkeypatch.setattr(completing, "_GPUS", str(tmp_path / "none"))
+    assert offered("lease", "--gpu", "") == []
+
+
+def test_codes() -> None:
+    assert offered("explain", "gpu-") == ["gpu-changed", "gpu-lost", "gpu-memory", "gpu-unknown"]
+    assert len(offered("explain", "")) > 40
