@@ -276,6 +276,12 @@ class CannotStart(GpuckptError):
     status = 127
 
 
+class CannotListen(GpuckptError):
+    """A run cannot listen where its clients, its admin or its commands would come: its port is another's, or no address of ours."""
+
+    code = "cannot-listen"
+
+
 class ServerRefused(GpuckptError):
     """A supervised server did not do what was asked over HTTP: sleep, wake up, or tell its health."""
 

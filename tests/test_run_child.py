@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from gpuckpt.model import State
-from tests.serving import PATIENCE_S, Serving, Stage, alive, make_stage, stage
+from tests.serving import FAKE, PATIENCE_S, Serving, Stage, alive, make_stage, stage
 from tests.simulated_machine import COMMAND, eventually
 
 __all__ = ["stage"]
@@ -71,13 +71,35 @@ def test_two_runs_of_one_name(plain: Serving) -> None:
 
 
 def test_the_port_is_taken(stage: Stage) -> None:
+    """Who has it is named, by its pid or as a run, and what to type next."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
-        run = stage.run("--listen", str(s.getsockname()[1]))
-        assert run.end() == 125
-        assert "cannot listen" in run.stderr
-    run.nothing_left()
+        port, me = s.getsockname()[1], os.getpid()
+        words = ("run", "--json", "--name", "m", "--adapter", "vllm", "--listen", port, "--", *FAKE)
+        result = stage.machine.gpuckpt(*words, json=False, GPUCKPT_RUNTIME_DIR=str(stage.runtime))
+        assert result.code == 125
+        error = json.loads(result.stdout)["error"]
+        assert (error["code"], error["pid"]) == ("cannot-listen", me)
+        assert f"cannot listen on 127.0.0.1:{port}: pid {me} (" in error["message"]
+        assert "the command had been started, and was ended" in error["message"]
+        assert error["hint"] == f"another port by --listen, or the command's --port; or end it: kill {me}"
+    assert stage.machine.used() == 0
+    first = stage.run("--listen", "0").awake()
+    token = stage.machine.path / "token"
+    token.write_text("secret")
+    token.chmod(0o600)
+    second = stage.run("--admin", f"127.0.0.1:{first.port}", "--admin-token-file", str(token), name="n")
+    assert second.end() == 125
+    assert f"cannot listen on 127.0.0.1:{first.port}: the run 'm' (pid {first.process.pid}) listens there" in second.stderr
+    assert "another port by --admin; or end it: gpuckpt stop m" in second.stderr
+    assert "[cannot-listen]" in second.stderr
+
+
+def test_an_address_that_is_not_ours(stage: Stage) -> None:
+    run = stage.run("--listen", "192.0.2.1:0")
+    assert run.end() == 125
+    assert "192.0.2.1 is no address of this machine" in run.stderr
 
 
 def test_a_server_that_is_not_ours_is_not_spoken_to(tmp_path: Path) -> None:

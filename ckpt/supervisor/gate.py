@@ -26,6 +26,7 @@ from gpuckpt.supervisor import body, paths
 from gpuckpt.supervisor.body import Body, Stalled
 from gpuckpt.supervisor.exchange import Answer, Exchange
 from gpuckpt.supervisor.held_stream import HeldStream
+from gpuckpt.supervisor.listening import where
 from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import CLOSING_S, RunState
 from gpuckpt.supervisor.state import Run
@@ -309,12 +310,6 @@ def _of_the_connection(headers: CIMultiDictProxy[str]) -> frozenset[str]:
     if hdrs.CONNECTION not in headers:
         return HOP_BY_HOP
     return HOP_BY_HOP | {name.strip().lower() for value in headers.getall(hdrs.CONNECTION) for name in value.split(",")}
-
-
-def where(address: tuple[str, int]) -> str:
-    """ "HOST:PORT", with brackets for an IPv6 address."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def announce(gate: Gate, host: str, port: int) -> None:

@@ -57,6 +57,10 @@ def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
     return Path("/run/gpuckpt") if os.geteuid() == 0 else Path(f"/tmp/gpuckpt-{os.geteuid()}")  # noqa: S108 - checked to be ours alone
 
 
+def lock_path(name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    return runtime_directory(environ) / f"{name}.lock"
+
+
 def control_path(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     return runtime_directory(environ) / f"{name}.sock"
 
@@ -72,8 +76,7 @@ def with_sockets(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 def running(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Those of them whose supervisor lives. Nobody is asked."""
-    directory = runtime_directory(environ)
-    return [n for n in with_sockets(environ) if _lives(holder(directory / f"{n}.lock"), "supervisor")]
+    return [n for n in with_sockets(environ) if _lives(holder(lock_path(n, environ)), "supervisor")]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Place:
         self.directory = private(runtime_directory(environ))
         self.control = self.directory / f"{name}.sock"
         self.keeper = self.directory / f"{name}.keeper"
-        self.hold = Hold(self.directory / f"{name}.lock")
+        self.hold = Hold(lock_path(name, environ))
         self.adopted: Adopted | None = None
         self.leave = False  # the child and what belongs to it, for the next supervisor
         if orphan(name, environ) and self._adopt():
@@ -246,7 +249,7 @@ def alive(path: Path) -> bool:
 
 def orphan(name: str, environ: Mapping[str, str] = os.environ) -> str:
     """In words, if the run *name* has lost its supervisor and its child lives on; else ""."""
-    facts = holder(runtime_directory(environ) / f"{name}.lock")
+    facts = holder(lock_path(name, environ))
     if not _lives(facts, "child") or _lives(facts, "supervisor"):
         return ""
     child = facts["child"]
@@ -259,12 +262,12 @@ def orphan(name: str, environ: Mapping[str, str] = os.environ) -> str:
 def orphan_facts(name: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """What the supervisor of the run *name* had written down, if it is gone and its child waits to be adopted; else {}."""
     waits = orphan(name, environ) and (runtime_directory(environ) / f"{name}.keeper").exists()
-    return holder(runtime_directory(environ) / f"{name}.lock") if waits else {}
+    return holder(lock_path(name, environ)) if waits else {}
 
 
 def child_of(name: str, environ: Mapping[str, str] = os.environ) -> int:
     """The pid of what the run *name* has started, 0 where nobody knows it."""
-    facts = holder(runtime_directory(environ) / f"{name}.lock")
+    facts = holder(lock_path(name, environ))
     return int(facts["child"]) if _lives(facts, "child") else 0
 
 

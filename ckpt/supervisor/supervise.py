@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -31,8 +32,9 @@ from gpuckpt.supervisor.cache import Cache
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
 from gpuckpt.supervisor.control import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
-from gpuckpt.supervisor.gate import Gate, announce, where
+from gpuckpt.supervisor.gate import Gate, announce
 from gpuckpt.supervisor.lease import Lease
+from gpuckpt.supervisor.listening import listen, where
 from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.notify import AGAIN_S, Notifier, notify, still
@@ -100,8 +102,7 @@ async def supervise(options: Options, prepared: vllm.Prepared, place: Place, env
         await control.listen()
     except OSError as e:
         place.leave = place.adopted is not None
-        log.error("cannot listen: %s", e.strerror or e)
-        return EXIT_OWN_FAILURE
+        raise errors.CannotListen(f"cannot listen on {place.control}: {e.strerror or e}; nothing was started") from None
     watch = asyncio.create_task(again.keep(place, control))
     try:
         return await _Lives(options, prepared, place, environ, signals, control, childless).until_the_end()
@@ -137,9 +138,7 @@ class _Lives:
             notify(f"STATUS=ended with {code}, is started again")
             if await self.childless.until_again(code, delay_s):
                 return code
-            if (
-                address is not None
-            ):  # the port, which may have been chosen for it; the host as it was given, for it may be several addresses
+            if address is not None:  # its port may have been chosen for it; the host stays as given, for it may be several addresses
                 self.options = dataclasses.replace(self.options, listen=(self.options.listen[0], address[1]))
             self.place.clear()
 
@@ -241,20 +240,16 @@ class _Supervised:
 
     async def live(self, signals: asyncio.Queue[int]) -> int:
         try:
-            if self.admin is not None and self.options.admin is not None:
-                await self.admin.listen(*self.options.admin)
-                log.info("admin listener on http://%s", where(self.admin.address))
-            if self.gate is not None:
-                await announce(self.gate, *self.options.listen)
-        except OSError as e:
-            log.error("cannot listen: %s", e.strerror or e)
+            await self._listen()
+        except errors.CannotListen as e:
             if self.run.find is not None:
                 self._place.leave = True
-                log.error("pid %d was adopted, and is left alive for the next try", self.child.pid)
-                return EXIT_OWN_FAILURE
-            await self.run.stop()
-            await self.child.exited
-            return EXIT_OWN_FAILURE
+                e.message += f"; pid {self.child.pid} was adopted, and is left alive for the next try"
+            else:
+                await self.run.stop()
+                await self.child.exited
+                e.message += "; the command had been started, and was ended"
+            raise
         self.run.stand_by(self._obey(signals))
         if self.options.idle_s is not None:
             self.run.stand_by(idle.watch(self.run, self.options.idle_s))
@@ -275,6 +270,14 @@ class _Supervised:
         await asyncio.sleep(0.05)  # what held requests are told is on its way
         return code
 
+    async def _listen(self) -> None:
+        if self.admin is not None and self.options.admin is not None:
+            await listen(self.admin.listen, self.options.admin, "--admin")
+            log.info("admin listener on http://%s", where(self.admin.address))
+        if self.gate is not None:
+            option = "--listen, or the command's --port" if self.options.adapter == "vllm" else "--listen"
+            await listen(partial(announce, self.gate), self.options.listen, option)
+
     def _note(self, _: RunState) -> None:
         self._place.note(
             self.child.pid, command=list(self.options.command), comes_back=self.share.comes_back, **adopt.noted(self.run.holdings)
@@ -291,11 +294,9 @@ class _Supervised:
             await self.upstream.close()
 
     def _reserved(self) -> int:
-        if "reserve" not in self._prepared.changes:
-            return 0
         from gpuckpt import follow
 
-        return follow.ready_bytes(self.child.pid)
+        return follow.ready_bytes(self.child.pid) if "reserve" in self._prepared.changes else 0
 
     async def _obey(self, signals: asyncio.Queue[int]) -> None:
         stops = set()
