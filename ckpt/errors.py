@@ -276,6 +276,13 @@ class CannotStart(GpuckptError):
     status = 127
 
 
+class RunSilent(GpuckptError):
+    """A run does not answer, nor say how it is; what it was asked may still be done."""
+
+    code = "run-silent"
+    exit_code = 3
+
+
 class CannotListen(GpuckptError):
     """A run cannot listen where its clients, its admin or its commands would come: its port is another's, or no address of ours."""
 

@@ -98,7 +98,8 @@ def timeout_option(f: F) -> F:
         "timeout_s",
         type=Duration(),
         metavar="DURATION",
-        help="Deadline for the whole command; when it passes everything goes back. [default: 60s and 2s for each GiB]",
+        help="Deadline for the whole command; when it passes everything goes back. [default: 60s and 2s for each GiB; "
+        "of a run as long as it says how it is]",
     )(f)
 
 
@@ -158,14 +159,23 @@ def refuse_for_run(name: str, command: str, **given: object) -> None:
         )
 
 
-def ask_run(name: str, command: str, *, timeout_s: float | None = None, **options: Any) -> Report:
-    """What the run *name* answers. Raises its error, and :class:`gpuckpt.errors.Usage` where there is no such run."""
+def ask_run(name: str, command: str, *, timeout_s: float | None = None, quiet: bool = True, **options: Any) -> Report:
+    """What the run *name* answers. Raises its error, and :class:`gpuckpt.errors.Usage` where there is no such run. Where it takes its time,
+    and there is no deadline, what is waited for is said on stderr, unless *quiet*."""
     from gpuckpt.supervisor import control
     from gpuckpt.supervisor.operate import report_or_raise
 
     if not control.exists(name):
         raise errors.Usage(f"there is no run called {name!r}", hint="its name is in what gpuckpt run logs")
-    return report_or_raise(command, json.dumps(control.ask(name, command, timeout_s=timeout_s, **options)).encode())
+    said = ""
+
+    def tell(words: str) -> None:
+        nonlocal said
+        if words != said and not quiet:
+            said = words
+            click.echo(f"waiting for the run {name}: {words}", err=True)
+
+    return report_or_raise(command, json.dumps(control.ask(name, command, timeout_s=timeout_s, told=tell, **options)).encode())
 
 
 def show_run(report: Report) -> None:

@@ -64,7 +64,7 @@ def resume(
         if is_run(targets):
             chosen.refuse_run()
             refuse_for_run(targets[0], "resume", dry_run=dry_run, no_tree=no_tree, gpu=gpus, wait=wait_s)
-            return ask_run(targets[0], "resume", timeout_s=timeout_s)
+            return ask_run(targets[0], "resume", timeout_s=timeout_s, quiet=as_json)
         from gpuckpt import early
 
         start = early.begin()

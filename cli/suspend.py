@@ -101,7 +101,7 @@ def suspend(
             given = {"dry_run": dry_run, "no_tree": no_tree, "accept_loss": accept_loss, "with": along, "method": method != "auto"}
             given |= {"keep_in": keep_in != "ram", "oom_score_adj": oom_score_adj is not None}
             refuse_for_run(targets[0], "suspend", **given)
-            return ask_run(targets[0], "suspend", timeout_s=timeout_s)
+            return ask_run(targets[0], "suspend", timeout_s=timeout_s, quiet=as_json)
         from gpuckpt import early
 
         start = early.begin()

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from gpuckpt import errors
 from gpuckpt.model import State
+from gpuckpt.supervisor import control
 from tests.serving import FAKE, PATIENCE_S, Serving, Stage, alive, make_stage, stage
 from tests.simulated_machine import COMMAND, eventually
 
@@ -166,6 +168,38 @@ def test_a_supervisor_that_is_stopped_is_named(plain: Serving) -> None:
     finally:
         os.kill(run.process.pid, signal.SIGCONT)
     run.until("suspended")
+
+
+def test_a_run_is_waited_for_as_long_as_it_says_how_it_is(plain: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a deadline what is waited for is said, and a run that never answers is an error, also where nothing more fits into its queue."""
+    monkeypatch.setenv("GPUCKPT_RUNTIME_DIR", str(plain.stage.runtime))
+    assert plain.complete(id=1).status == 200
+    monkeypatch.setattr(control, "LOOK_S", 0.05)
+    client = plain.begin(seconds=0.5)
+    eventually(lambda: plain.facts["requests_running"], "it runs")
+    said: list[str] = []
+    assert control.ask("m", "suspend", told=said.append)["ok"]
+    assert "it is draining, requests running: 1" in said
+    assert client.result().status == 200
+    monkeypatch.setattr(control, "ANSWER_S", 0.1)
+    pid, waiting = plain.process.pid, contextlib.ExitStack()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(errors.RunSilent, match=rf"nor say within 0.1 s how it is; its supervisor \(pid {pid}\) is stopped") as caught:
+            control.ask("m", "resume")
+        assert caught.value.hint == f"kill -CONT {pid}"
+        with waiting, contextlib.suppress(BlockingIOError):
+            while True:
+                s = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                s.setblocking(False)
+                s.connect(str(plain.stage.runtime / "m.sock"))
+        result = plain.stage.gpuckpt("status", "m", "--timeout", "300ms")
+        assert (result.code, result.error["code"], result.error["pid"]) == (124, "deadline", pid)
+        result = plain.stage.gpuckpt("lease", "--gpu", "0", "--timeout", "300ms", "--json", "--", "true", json=False)
+        assert json.loads(result.stdout)["error"]["hint"] == f"kill -CONT {pid}"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert plain.complete(id=2).status == 200
 
 
 def test_a_control_request_that_makes_no_sense_touches_nothing(plain: Serving) -> None:

@@ -38,6 +38,9 @@ COMMANDS: dict[str, dict[str, str]] = {
     "hold": {"gpus": "gpus", "by": "text", "within_s": "seconds"},
     "to-disk": {"by": "text"},
 }
+#: How often a run that takes its time is asked how it is, and how long it may take to say so, in seconds.
+LOOK_S = 5.0
+ANSWER_S = 5.0
 _LINE_BYTES = 1 << 20
 _MOST_S = 1e9  # of a time that is asked for: what is longer is a mistake
 
@@ -47,23 +50,25 @@ def exists(name: str, environ: Mapping[str, str] = os.environ) -> bool:
     return places.is_name(name) and places.control_path(name, environ).exists()
 
 
-def ask(name: str, command: str, *, timeout_s: float | None = None, **options: Any) -> dict[str, Any]:
-    """The answer of the run *name* to *command*, as a document of ``--json``.
+def ask(
+    name: str, command: str, *, timeout_s: float | None = None, told: Callable[[str], None] = lambda _: None, **options: Any
+) -> dict[str, Any]:
+    """The answer of the run *name* to *command*, as a document of ``--json``. Without *timeout_s* it is waited for as long as the run says,
+    when it is asked now and then, how it is: *told* hears that, in words.
 
-    Raises :class:`gpuckpt.errors.Usage` where there is no such run, :class:`gpuckpt.errors.Deadline` where it does not answer in time.
+    Raises :class:`gpuckpt.errors.Usage` where there is no such run, :class:`gpuckpt.errors.Deadline` where it does not answer in time, and
+    :class:`gpuckpt.errors.RunSilent` where it does not even say how it is.
     """
     path = places.control_path(name)
     with socket.socket(socket.AF_UNIX) as s:
-        s.settimeout(timeout_s)
+        s.settimeout(ANSWER_S if timeout_s is None else timeout_s)
         try:
             _check_owner(path)
             s.connect(str(path))
             s.sendall(json.dumps({"schema": SCHEMA, "command": command, **options}).encode() + b"\n")
-            data = b""
-            while not data.endswith(b"\n") and (more := s.recv(65536)):
-                data += more
-        except TimeoutError:
-            raise _silent(name, s, timeout_s) from None
+            data = _receive(s) if timeout_s is not None else _receive_at_last(s, name, told)
+        except (TimeoutError, BlockingIOError):  # or so many wait for its answer that it takes no more
+            raise silent(name, s, timeout_s) from None
         except PermissionError as e:
             raise errors.PermissionDenied(
                 f"the run {name!r} belongs to somebody else: {e}", hint=f"sudo gpuckpt {command} {name}"
@@ -81,15 +86,49 @@ def ask(name: str, command: str, *, timeout_s: float | None = None, **options: A
     return answer
 
 
-def _silent(name: str, s: socket.socket, timeout_s: float | None) -> errors.Deadline:
-    """Words for a supervisor at the other end of *s* that has not answered."""
+def _receive(s: socket.socket, data: bytes = b"") -> bytes:
+    while not data.endswith(b"\n") and (more := s.recv(65536)):
+        data += more
+    return data
+
+
+def _receive_at_last(s: socket.socket, name: str, told: Callable[[str], None]) -> bytes:
+    s.settimeout(LOOK_S)
+    while True:
+        try:
+            first = s.recv(65536)
+        except TimeoutError:
+            try:
+                document = ask(name, "status", timeout_s=ANSWER_S)
+            except errors.Deadline:
+                raise silent(name, s, None) from None
+            except errors.Usage:
+                continue  # it has ended, which is seen here too
+            run, error = document.get("run"), document["error"]
+            told(f"it is {run['state']}, requests running: {run['requests_running']}" if run else error["message"] if error else "")
+        else:
+            s.settimeout(ANSWER_S)
+            return _receive(s, first) if first else b""
+
+
+def silent(name: str, s: socket.socket, timeout_s: float | None) -> errors.GpuckptError:
+    """Words for a supervisor that has not answered within *timeout_s*, at the other end of *s* if that came so far; with None it has not even
+    said how it is."""
     pid = 0
     with contextlib.suppress(OSError):
         pid, _ = processes.peer_of(s)
+    pid = pid or places.supervisor_of(name)
     supervisor = processes.read(pid) if pid > 0 else None
     words, hint = "what was asked of it goes on", f"gpuckpt status {name}"
     if supervisor is not None and supervisor.stopped:
         words, hint = f"its supervisor (pid {pid}) is stopped, and does what it was asked when it goes on", f"kill -CONT {pid}"
+    elif timeout_s is None:
+        words = f"its supervisor (pid {pid or 'unknown'}) may still do what it was asked"
+        hint = f"see what it logged; kill -9 {pid} ends it, and with it, but for --keep-child, what it has started" if pid else hint
+    if timeout_s is None:
+        return errors.RunSilent(
+            f"the run {name!r} does not answer, nor say within {ANSWER_S:g} s how it is; {words}", hint=hint, pid=pid or None
+        )
     return errors.Deadline(f"the run {name!r} did not answer within {timeout_s:g} s; {words}", hint=hint, pid=pid or None)
 
 

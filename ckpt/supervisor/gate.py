@@ -28,6 +28,7 @@ from gpuckpt.supervisor.exchange import Answer, Exchange
 from gpuckpt.supervisor.held_stream import HeldStream
 from gpuckpt.supervisor.listening import where
 from gpuckpt.supervisor.metrics import Metrics
+from gpuckpt.supervisor.mishaps import words_of
 from gpuckpt.supervisor.model import CLOSING_S, RunState
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Expired, Full, Unavailable
@@ -153,7 +154,7 @@ class Gate:
         if isinstance(error, Stalled):
             return self._stalled()
         if isinstance(error, RequestPayloadError | aiohttp.ClientError | OSError):
-            return self._refuse(400, "bad-request", f"the request's body cannot be read: {error}")
+            return self._refuse(400, "bad-request", f"the request's body cannot be read: {words_of(error)}")
         if isinstance(error, Full):
             words = f"{traffic.max_waiting} requests are waiting already, as many as may"
             return self._refuse(429, "too-many-waiting", words, "rate_limit_error", retry=True)
@@ -215,7 +216,7 @@ class Gate:
 
     def _unreachable(self, error: Exception) -> web.Response:
         ended = f"; it is {self.run.state}" if self.run.state is not RunState.AWAKE else ""
-        return self._refuse(502, "server-unreachable", f"the server did not answer: {type(error).__name__}: {error}{ended}")
+        return self._refuse(502, "server-unreachable", f"the server did not answer: {words_of(error)}{ended}")
 
     def _allowed(self, request: web.BaseRequest) -> bool:
         """Whether the server would take its key. Asked before a request may wake it or take a place."""

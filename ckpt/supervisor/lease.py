@@ -37,6 +37,9 @@ class Held:
             self.socket.connect(str(places.control_path(name)))
             order = {"schema": control.SCHEMA, "command": "hold", "gpus": gpus, "by": by, "within_s": within_s}
             self.socket.sendall(json.dumps(order).encode() + b"\n")
+        except (TimeoutError, BlockingIOError):  # or so many wait for its answer that it takes no more
+            self.socket.close()
+            raise control.silent(name, self.socket, within_s) from None
         except BaseException:
             self.socket.close()
             raise

@@ -30,7 +30,7 @@ def _why(host: str, port: int, option: str, error: OSError) -> errors.CannotList
     words, pid = f"cannot listen on {where((host, port))}", None
     if error.errno == errno.EADDRINUSE:
         pid = _listener(port)
-        run = next((n for n in places.running() if pid and places.holder(places.lock_path(n)).get("supervisor") == pid), "")
+        run = next((n for n in places.running() if places.supervisor_of(n) == pid), "")
         who = f"the run {run!r} (pid {pid})" if run else f"pid {pid} ({processes.command(pid)})" if pid else "a process that cannot be seen"
         look = f"sudo ss -ltnp 'sport = :{port}' names it"
         end = f"end it: gpuckpt stop {run}" if run else f"end it: kill {pid}" if pid else look

@@ -16,7 +16,12 @@ def known(error: BaseException) -> GpuckptError:
     if isinstance(error, GpuckptError):
         return error
     log.error("%s", type(error).__name__, exc_info=error)
-    return GpuckptError(f"{type(error).__name__}: {error}", hint="see what the run logged")
+    return GpuckptError(words_of(error), hint="see what the run logged")
+
+
+def words_of(error: BaseException) -> str:
+    """What it is, and what it says, if anything: that a time has passed, for one, says nothing."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def tell_safely(tell: Callable[..., None], *facts: Any) -> None:

@@ -271,6 +271,12 @@ def child_of(name: str, environ: Mapping[str, str] = os.environ) -> int:
     return int(facts["child"]) if _lives(facts, "child") else 0
 
 
+def supervisor_of(name: str, environ: Mapping[str, str] = os.environ) -> int:
+    """The pid of the supervisor of the run *name*, 0 where nobody knows it."""
+    facts = holder(lock_path(name, environ))
+    return int(facts["supervisor"]) if _lives(facts, "supervisor") else 0
+
+
 def orphans(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Every run of ours that lost its supervisor, in words."""
     try:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from gpuckpt import errors
+from gpuckpt.supervisor.mishaps import words_of
 from gpuckpt.supervisor.operate import Worker
 
 log = logging.getLogger("gpuckpt.run")
@@ -63,7 +64,7 @@ class Finder:
                         return
                     await asyncio.wait({asking}, timeout=POLL_S)
                 if error := asking.exception():
-                    log.warning("asking for room: %s: %s", type(error).__name__, error)
+                    log.warning("asking for room: %s", words_of(error))
                     await asyncio.sleep(1.0)
             finally:
                 asking.cancel()

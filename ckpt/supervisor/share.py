@@ -255,13 +255,25 @@ async def ask(name: str, command: str, **options: Any) -> dict[str, Any] | None:
         reader, writer = await asyncio.open_unix_connection(str(places.control_path(name)), limit=1 << 20)
         try:
             writer.write(json.dumps({"schema": control.SCHEMA, "command": command, **options}).encode() + b"\n")
-            line = await (_in_time(name, reader) if command == "status" else reader.readline())
+            line = await (_in_time(name, reader) if command == "status" else _at_last(name, reader))
         finally:
             writer.close()
         answer: dict[str, Any] = json.loads(line)
     except (OSError, ValueError, TimeoutError):
         return None
     return answer
+
+
+async def _at_last(name: str, reader: asyncio.StreamReader) -> bytes:
+    """The line that the run *name* answers with, however long that takes, as long as it says how it is. Raises :class:`TimeoutError`."""
+    reading = asyncio.ensure_future(reader.readline())
+    try:
+        while not (await asyncio.wait({reading}, timeout=control.LOOK_S))[0]:
+            if await ask(name, "status") is None:
+                raise TimeoutError
+        return reading.result()
+    finally:
+        reading.cancel()
 
 
 async def _in_time(name: str, reader: asyncio.StreamReader) -> bytes:

@@ -33,7 +33,7 @@ from gpuckpt.model import Report
 from gpuckpt.supervisor.child import Child
 from gpuckpt.supervisor.holdings import Holdings
 from gpuckpt.supervisor.keeper import DEATH_S
-from gpuckpt.supervisor.mishaps import known, tell_safely
+from gpuckpt.supervisor.mishaps import known, tell_safely, words_of
 from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.order import Order
 from gpuckpt.supervisor.probe import Probe
@@ -92,7 +92,7 @@ class Run:
     def _part_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a part of the supervisor broke", exc_info=error)
-            self.give_up(GpuckptError(f"a part of the supervisor broke: {type(error).__name__}: {error}"))
+            self.give_up(GpuckptError(f"a part of the supervisor broke: {words_of(error)}"))
 
     def give_up(self, error: GpuckptError) -> None:
         """The run cannot go on: whoever waits for :attr:`lost` ends it."""

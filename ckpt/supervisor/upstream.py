@@ -19,6 +19,7 @@ from aiohttp.client_proto import ResponseHandler
 from gpuckpt import errors
 from gpuckpt.inspect import processes
 from gpuckpt.supervisor.exchange import Connections
+from gpuckpt.supervisor.mishaps import words_of
 from gpuckpt.supervisor.swept import Mark
 
 #: How many connections are being made at once. A server's backlog may be short; the rest wait here, in their order.
@@ -143,8 +144,11 @@ class Upstream:
                 allow_redirects=False,
             ) as answer:
                 return answer.status, await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
-            raise errors.ServerRefused(f"{method} {path}: {type(e).__name__}: {e}", hint="see what the server logged") from e
+        except TimeoutError as e:
+            words = f"the server did not answer {method} {path} within {within_s:g} s"
+            raise errors.ServerRefused(words, hint="see what the server logged") from e
+        except (aiohttp.ClientError, OSError) as e:
+            raise errors.ServerRefused(f"{method} {path}: {words_of(e)}", hint="see what the server logged") from e
 
     async def healthy(self) -> bool:
         with contextlib.suppress(errors.ServerRefused):
