@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import importlib
+import signal
 import traceback
 from typing import Any
 
 import click
 
-from gpuckpt.cli import streams
+from gpuckpt.cli import entry, streams
 from gpuckpt.errors import GpuckptError, Interrupted, Unexpected, Usage
 
 #: command -> (module, one line for the list of commands)
@@ -80,6 +81,8 @@ class Lazy(click.Group):
         as_json = "--json" in words[: words.index("--")] if "--" in words else "--json" in words
         command = next((w for w in words if w in COMMANDS), "")
         try:
+            if signal.getsignal(signal.SIGINT) is entry.quit_at_once:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             return super().invoke(ctx)
         except click.UsageError as e:
             if not as_json or not command:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -123,6 +125,29 @@ def test_the_second_ctrl_c_leaves_it(machine: Machine) -> None:
     assert (result.code, result.states) == (0, {target.pid: "running"})
     assert target.unharmed()
     assert machine.records() == []
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("signal", ""), ("click", ""), ("gpuckpt.errors", ""), ("gpuckpt.cli.ps", "gpuckpt ps: interrupted; nothing was touched")],
+)
+def test_while_the_program_is_loaded(machine: Machine, module: str, words: str) -> None:
+    """From our first line on: no trace of Python's, whatever is being imported just then."""
+    script = f"""
+import os, sys
+class CtrlC:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), 2)
+sys.modules.pop("signal", None)
+sys.meta_path.insert(0, CtrlC())
+sys.argv = ["gpuckpt", "ps"]
+from gpuckpt.cli.entry import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=machine.environ, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines()[:1] == ([words] if words else [])
 
 
 def test_a_look_is_interrupted(machine: Machine) -> None:

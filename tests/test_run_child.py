@@ -171,7 +171,7 @@ def test_a_supervisor_that_is_stopped_is_named(plain: Serving) -> None:
 
 
 def test_a_run_is_waited_for_as_long_as_it_says_how_it_is(plain: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a deadline what is waited for is said, and a run that never answers is an error, also where nothing more fits into its queue."""
+    """Without a deadline what is waited for is said, and a run that never answers is an error, also where its queue is full."""
     monkeypatch.setenv("GPUCKPT_RUNTIME_DIR", str(plain.stage.runtime))
     assert plain.complete(id=1).status == 200
     monkeypatch.setattr(control, "LOOK_S", 0.05)

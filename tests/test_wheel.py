@@ -64,7 +64,7 @@ def test_a_wheel_of_the_sdist_has_the_package_and_nothing_else(unpacked: Path) -
     assert {n.rpartition("/")[0] for n in package} == PACKAGES
     rest = {n.removeprefix(f"{metadata}/") for n in names - package}
     assert rest == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
-    assert "gpuckpt = gpuckpt.cli.main:main" in text["entry_points.txt"]
+    assert "gpuckpt = gpuckpt.cli.entry:main" in text["entry_points.txt"]
     assert text["top_level.txt"].split() == ["gpuckpt"]
     assert "License-Expression: MIT" in text["METADATA"]
     assert "Requires-Python: >=3.11" in text["METADATA"]

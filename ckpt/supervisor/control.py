@@ -112,8 +112,8 @@ def _receive_at_last(s: socket.socket, name: str, told: Callable[[str], None]) -
 
 
 def silent(name: str, s: socket.socket, timeout_s: float | None) -> errors.GpuckptError:
-    """Words for a supervisor that has not answered within *timeout_s*, at the other end of *s* if that came so far; with None it has not even
-    said how it is."""
+    """Words for a supervisor that has not answered within *timeout_s*, at the other end of *s* if that came so far; None: nor has it said
+    how it is."""
     pid = 0
     with contextlib.suppress(OSError):
         pid, _ = processes.peer_of(s)
@@ -126,9 +126,8 @@ def silent(name: str, s: socket.socket, timeout_s: float | None) -> errors.Gpuck
         words = f"its supervisor (pid {pid or 'unknown'}) may still do what it was asked"
         hint = f"see what it logged; kill -9 {pid} ends it, and with it, but for --keep-child, what it has started" if pid else hint
     if timeout_s is None:
-        return errors.RunSilent(
-            f"the run {name!r} does not answer, nor say within {ANSWER_S:g} s how it is; {words}", hint=hint, pid=pid or None
-        )
+        words = f"the run {name!r} does not answer, nor say within {ANSWER_S:g} s how it is; {words}"
+        return errors.RunSilent(words, hint=hint, pid=pid or None)
     return errors.Deadline(f"the run {name!r} did not answer within {timeout_s:g} s; {words}", hint=hint, pid=pid or None)
 
 
