@@ -19,6 +19,8 @@ from gpuckpt.model import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: What commands that exit as another program does exit with where that was not so: they fail, it cannot be run, it is not found.
+FAILED, CANNOT_RUN, NOT_FOUND = 125, 126, 127
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -86,6 +88,18 @@ class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]
             self.fail(f"{value!r} is not a size: write 64GiB or 500MB", param, ctx)
         base = 1000 if match[3].lower() == "b" and match[2] else 1024
         return int(number * base ** (" KMGT".index(match[2].upper() or " ")))
+
+
+class Wrapper(click.Command):
+    """A command that exits as another program does: what fails of itself, bad usage too, has a status that no program is expected to have,
+    as with ``timeout`` or ``docker run``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as e:
+            e.exit_code = FAILED  # type: ignore[misc]
+            raise
 
 
 def json_option(f: F) -> F:

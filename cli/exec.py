@@ -10,23 +10,11 @@ from typing import Any, NoReturn
 
 import click
 
+from gpuckpt.cli.common import CANNOT_RUN, FAILED, NOT_FOUND, Wrapper
 from gpuckpt.cli.reserve import reserve_option, words_of
 
-FAILED, CANNOT_RUN, NOT_FOUND = 125, 126, 127
 
-
-class _Exec(click.Command):
-    """Bad usage has a status that no COMMAND is expected to exit with."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.UsageError as e:
-            e.exit_code = FAILED  # type: ignore[misc]
-            raise
-
-
-@click.command(cls=_Exec, context_settings={"allow_interspersed_args": False})
+@click.command(cls=Wrapper, context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND [ARGS]…")
 @reserve_option
 def exec(command: tuple[str, ...], reserve: int | None) -> None:  # noqa: A001
@@ -35,7 +23,7 @@ def exec(command: tuple[str, ...], reserve: int | None) -> None:  # noqa: A001
     The library does nothing but make the one large mapping of a checkpoint faster to get; GPUCKPT_PRELOAD=0 leaves it out. Whether it is
     on, or why not, is said on stderr once; COMMAND runs in either case.
 
-    Exit status: that of COMMAND; 125 if gpuckpt itself fails, 126 if COMMAND cannot be run, 127 if it is not found.
+    Exit status: that of COMMAND; 125 if gpuckpt itself fails, bad usage included; 126 if COMMAND cannot be run, 127 if it is not found.
 
     \b
     Examples:

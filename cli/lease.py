@@ -10,12 +10,10 @@ import click
 
 from gpuckpt import errors
 from gpuckpt.cli import completing
-from gpuckpt.cli.common import Duration, fail
-
-FAILED, CANNOT_RUN, NOT_FOUND = 125, 126, 127
+from gpuckpt.cli.common import CANNOT_RUN, FAILED, NOT_FOUND, Duration, Wrapper, fail
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=Wrapper, context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
 @click.option(
     "--gpu", "gpus", multiple=True, required=True, metavar="GPU", shell_complete=completing.gpus, help="Index or UUID. Repeatable."
@@ -36,7 +34,7 @@ def lease(command: tuple[str, ...], gpus: tuple[str, ...], timeout_s: float, as_
     Only runs of `gpuckpt run` by the same user are moved. Their running requests end first; new ones wait, up to their --hold. The
     lease ends with COMMAND, however that ends, and with all that inherited it. In Python: `with gpuckpt.lease(0): ...`.
 
-    Exits as COMMAND does; 125 if gpuckpt itself fails, 126 if COMMAND cannot be run, 127 if it is not found.
+    Exits as COMMAND does; 125 if gpuckpt itself fails, bad usage included; 126 if COMMAND cannot be run, 127 if it is not found.
 
     \b
     Examples:

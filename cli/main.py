@@ -87,9 +87,11 @@ class Lazy(click.Group):
         except click.UsageError as e:
             if not as_json or not command:
                 raise
-            error: GpuckptError = Usage(e.format_message(), hint=f"gpuckpt {command} --help")
+            from gpuckpt.cli.common import fail
+
+            fail(command, as_json, Usage(e.format_message(), hint=f"gpuckpt {command} --help"), e.exit_code)
         except KeyboardInterrupt:
-            error = Interrupted("interrupted; nothing was touched")
+            error: GpuckptError = Interrupted("interrupted; nothing was touched")
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as e:  # noqa: BLE001 - whatever it is: the exit status and the document must not say what nobody knows
@@ -113,5 +115,6 @@ def main() -> None:
 
     Each command takes --json; `gpuckpt COMMAND --help` has examples. Exit codes: 0 done or already so · 1 failed, all as it was
     found · 2 usage · 3 failed, and some process is not as it was found · 4 no such process, or none with CUDA state ·
-    5 permission · 6 refused or unsupported · 124 deadline · 130/143 interrupted, all as it was found.
+    5 permission · 6 refused or unsupported · 124 deadline · 130/143 interrupted, all as it was found. `run`, `exec` and `lease` exit
+    as their COMMAND does, and with 125, 126 or 127 for what fails of themselves, bad usage included.
     """

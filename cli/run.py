@@ -13,7 +13,7 @@ import click
 
 from gpuckpt import errors
 from gpuckpt.cli import completing
-from gpuckpt.cli.common import Duration, Size, execute, fail, finish, json_option, warn
+from gpuckpt.cli.common import FAILED, Duration, Size, Wrapper, execute, fail, finish, json_option, warn
 from gpuckpt.cli.reserve import reserve_option, words_of
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent", "fusion")
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=Wrapper, context_settings={"allow_interspersed_args": False})
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
 @click.option("--name", help="What suspend, resume, status and stop call it; not all digits. [default: from the command]")
 @click.option("--idle", "idle_s", type=Duration(), metavar="DURATION", help="Suspend after this long without a request. [default: never]")
@@ -132,8 +132,9 @@ def run(
 ) -> None:
     """Run COMMAND as a supervised child that can be suspended by name, by itself when idle, and is resumed by the next request.
 
-    Stays in the foreground and exits as COMMAND does; 125, 126, 127 if it could not be run. In front of `vllm serve` (found by
-    itself) it listens on vLLM's --host and --port. Other servers: --upstream. If this process dies, all that it started dies with it.
+    Stays in the foreground and exits as COMMAND does; 125 if gpuckpt itself fails, bad usage included; 126 if COMMAND cannot be run,
+    127 if it is not found. In front of `vllm serve` (found by itself) it listens on vLLM's --host and --port. Other servers:
+    --upstream. If this process dies, all that it started dies with it.
 
     \b
     Examples:
@@ -245,7 +246,7 @@ def stop(name: str, timeout_s: float, as_json: bool) -> None:
 
 def fail_to_run(as_json: bool, error: errors.GpuckptError) -> NoReturn:
     """Say why, and exit with what is ours among the exit codes of a program that runs another."""
-    fail("run", as_json, error, status=error.status if isinstance(error, errors.CannotStart) else 125)
+    fail("run", as_json, error, status=error.status if isinstance(error, errors.CannotStart) else FAILED)
 
 
 def _supervise(prepared: vllm.Prepared, options: Options, place: Place, log_format: str) -> int:

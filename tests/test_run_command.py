@@ -202,6 +202,21 @@ def test_the_preload_library(machine: Machine) -> None:
     assert environment("--without", "preload") == {}
 
 
+@pytest.mark.parametrize("command", ["run", "exec", "lease"])
+def test_bad_usage_of_what_runs_another_program(machine: Machine, command: str) -> None:
+    """It has a status of its own, as with ``timeout`` and ``docker run``, and the documents say so."""
+    for words in (("--no-such-option", "--", "true"), ()):
+        result = machine.gpuckpt(command, *words, json=False)
+        assert (result.code, result.stderr.splitlines()[0].split()[:3]) == (125, ["Usage:", "gpuckpt", command])
+    if command != "exec":
+        result = machine.gpuckpt(command, "--json", "--no-such-option", "--", "true", json=False)
+        assert (result.code, result.error["code"]) == (125, "usage")
+    for said in (machine.gpuckpt(command, "--help", json=False).stdout, Path(__file__).parent.with_name("README.md").read_text()):
+        assert "125" in said
+        assert "bad usage included" in " ".join(said.split())
+    assert machine.gpuckpt("suspend", "--no-such-option", "1").code == 2
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
