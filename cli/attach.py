@@ -10,6 +10,7 @@ import click
 from gpuckpt import errors
 from gpuckpt.cli import completing
 from gpuckpt.cli.common import Duration, ask_run, fail, finish, json_option, print_json
+from gpuckpt.inspect import processes
 
 _LOOK_S = 1.0
 
@@ -32,13 +33,12 @@ def attach(name: str, timeout_s: float, as_json: bool) -> None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
     try:
-        ask_run(name, "resume", timeout_s=timeout_s)
+        resumed = ask_run(name, "resume", timeout_s=timeout_s)
+        supervisor = processes.read(resumed.details["run"]["supervisor_pid"])
         click.echo(f"gpuckpt attach: {name} is awake", err=True)
         while signal.sigtimedwait((signal.SIGTERM, signal.SIGINT), _LOOK_S) is None:
-            try:
-                ask_run(name, "status", timeout_s=timeout_s)
-            except errors.GpuckptError as e:
-                fail("attach", as_json, errors.RunNotReady(f"the run {name!r} has ended: {e.message}"))
+            if supervisor is None or not processes.is_same(supervisor.id):  # it is not asked: that it does not answer now says little
+                fail("attach", as_json, errors.RunNotReady(f"the run {name!r} has ended", hint="see what it logged"))
         report = dataclasses.replace(ask_run(name, "suspend", timeout_s=timeout_s), command="attach")
     except errors.GpuckptError as e:
         fail("attach", as_json, e)

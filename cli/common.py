@@ -124,11 +124,12 @@ def look_timeout_option(f: F) -> F:
 
 
 @contextmanager
-def within(timeout_s: float, command: str, as_json: bool) -> Iterator[None]:
-    """End a command that only looks when *timeout_s* has passed, also where a driver library hangs and never comes back to Python."""
+def within(timeout_s: float, command: str, as_json: bool, status: int | None = None) -> Iterator[None]:
+    """End a command that only looks, with *status* if given, when *timeout_s* has passed, also where a driver library hangs and never comes
+    back to Python."""
     hint = "the driver does not answer: see what nvidia-smi and dmesg say, or give a longer --timeout"
     error = errors.Deadline(f"no answer within {timeout_s:g} s; nothing was touched", hint=hint)
-    timer = threading.Timer(timeout_s, fail, (command, as_json, error))
+    timer = threading.Timer(timeout_s, fail, (command, as_json, error, status))
     timer.daemon = True
     timer.start()
     try:

@@ -10,7 +10,7 @@ import click
 
 from gpuckpt import errors
 from gpuckpt.cli import completing
-from gpuckpt.cli.common import CANNOT_RUN, FAILED, NOT_FOUND, Duration, Wrapper, fail
+from gpuckpt.cli.common import CANNOT_RUN, FAILED, NOT_FOUND, Duration, Wrapper, fail, within
 
 
 @click.command(cls=Wrapper, context_settings={"allow_interspersed_args": False})
@@ -48,7 +48,9 @@ def lease(command: tuple[str, ...], gpus: tuple[str, ...], timeout_s: float, as_
         error = errors.CannotStart(f"{command[0]} cannot be run; nothing was touched", hint="check the command after --")
         fail("lease", as_json, error, status=NOT_FOUND if missing else CANNOT_RUN)
     try:
-        taken = Lease(uuids(gpus), by=f"pid {os.getpid()} ({' '.join(command)[:60]}) has a lease", within_s=timeout_s)
+        with within(timeout_s, "lease", as_json, FAILED):
+            chosen = uuids(gpus)
+        taken = Lease(chosen, by=f"pid {os.getpid()} ({' '.join(command)[:60]}) has a lease", within_s=timeout_s)
     except errors.GpuckptError as e:
         fail("lease", as_json, e, status=FAILED)
     except KeyboardInterrupt:

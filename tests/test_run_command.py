@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import subprocess
 import time
 from pathlib import Path
@@ -259,6 +260,23 @@ def test_the_runtime_directory_is_ours_alone(tmp_path: Path) -> None:
             swept.private(tmp_path / name)
     with pytest.raises(errors.Usage, match="too long"):
         places.Place("a", {"GPUCKPT_RUNTIME_DIR": str(tmp_path / ("x" * 100))})
+
+
+def test_the_runtime_directory_is_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert places.runtime_directory({"GPUCKPT_RUNTIME_DIR": "r"}) == tmp_path / "r"
+
+
+def test_where_nothing_can_be_made_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.PermissionDenied, match="cannot be made"):
+        places.Place("a", {"GPUCKPT_RUNTIME_DIR": str(tmp_path / "file" / "r")})
+    monkeypatch.setattr(places.tempfile, "mkdtemp", full)
+    with pytest.raises(errors.CannotListen, match="No space left on device; nothing was started"):
+        places.Place("a", {"GPUCKPT_RUNTIME_DIR": str(tmp_path / "r")})
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpuckpt import errors
 from gpuckpt.supervisor import operate
 from gpuckpt.supervisor.keeper import descendants
 from gpuckpt.supervisor.operate import Worker
@@ -71,6 +73,22 @@ def test_one_that_stood_ready_and_died_has_begun_nothing(machine: Machine, monke
             await worker.finish()
 
     assert asyncio.run(asyncio.wait_for(body(), 20)) != []
+
+
+def test_one_that_cannot_even_start_has_begun_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where gpuckpt was removed, or replaced, under a run that lives: the run is as it was."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
+    async def body() -> None:
+        worker = Worker()
+        try:
+            await worker.run("suspend", [os.getpid()])
+        finally:
+            await worker.finish()
+
+    with pytest.raises(errors.GpuckptError, match="nothing was begun") as caught:
+        asyncio.run(asyncio.wait_for(body(), 20))
+    assert caught.value.exit_code == 1
 
 
 def operations(run: Serving) -> list[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from gpuckpt import errors
 from gpuckpt.inspect import processes
 from gpuckpt.supervisor import lease, places
+from gpuckpt.supervisor.upstream import Connector
 from tests.serving import Serving, Stage, alive, stage
 from tests.simulated_machine import eventually
 
@@ -83,8 +87,11 @@ def test_a_kept_child_is_adopted_all_the_same(stage: Stage) -> None:
 
 
 def test_where_somebody_else_made_something_it_is_not_used(stage: Stage, tmp_path: Path) -> None:
-    """It goes to sleep and wakes up all the same."""
+    """It goes to sleep and wakes up all the same, and who is attached to it stays so."""
     run = stage.run("--idle", "300ms").awake()
+    attached = stage.machine.begin("attach", "m", json=False, GPUCKPT_RUNTIME_DIR=str(stage.runtime))
+    assert attached.process.stderr is not None
+    assert "m is awake" in attached.process.stderr.readline()
     shutil.rmtree(stage.runtime)
     stage.runtime.symlink_to(tmp_path)
     run.until("suspended")
@@ -95,7 +102,37 @@ def test_where_somebody_else_made_something_it_is_not_used(stage: Stage, tmp_pat
     assert places.with_sockets({"GPUCKPT_RUNTIME_DIR": str(stage.runtime)}) == []
     stage.runtime.unlink()
     eventually(lambda: ANEW in run.stderr, "it is made anew")
-    assert stage.gpuckpt("status", "m").code == 0
+    assert attached.process.poll() is None
+    attached.signal(signal.SIGTERM)
+    assert attached.end().code == 0
+    assert run.state == "suspended"
+
+
+def test_a_server_is_reached_where_it_listens_now_or_listened_last(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+
+    def listener() -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        made.bind(str(path))
+        made.listen()
+        return made
+
+    async def connect() -> None:
+        connector = Connector(str(path), lambda _: True)
+        with pytest.raises(FileNotFoundError):
+            await connector.dial()
+        for _ in range(2):
+            with contextlib.closing(listener()) as server:
+                for gone in (False, True):
+                    if gone:
+                        path.unlink()
+                    protocol = await connector.dial()
+                    server.accept()[0].close()
+                    protocol.close()
+        connector.forget()
+        await connector.close()
+
+    asyncio.run(connect())
 
 
 def test_a_lease_whose_lock_was_swept_away_holds(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

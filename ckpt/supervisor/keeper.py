@@ -95,7 +95,7 @@ class Keeper:
                 os.read(self._woken, 4096)
         if self._supervisor is not None and self._supervisor in ready:
             self._receive()
-        elif self._offer is not None and self._offer.listener in ready:
+        elif self._offer is not None and self._offer.listener and self._offer.listener in ready:
             self._supervisor = self._offer.accept(self.child)
         if self._kill_at is not None and time.monotonic() >= self._kill_at:
             self.kill()

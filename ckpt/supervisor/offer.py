@@ -18,23 +18,25 @@ class Offer:
     the child listens, which reaches it also where that path is gone."""
 
     def __init__(self, path: Path, name_fd: int, server: str) -> None:
-        """Raises ``OSError`` where it cannot listen."""
         self._path, self._server = path, Path(server) if server else None
         self._hold = Hold(path.with_suffix(".lock"), [name_fd])
+        self._mark: Mark | None = None
         self._server_mark: Mark | None = None
         self._server_fd: int | None = None
-        self.listener = self._listen()
+        self.listener: socket.socket | None = None  # None: it cannot be made now
+        self.look(alone=False)
 
     def look(self, *, alone: bool) -> None:
         """Make anew what was swept away: the socket, and, *alone* with the child, the lock too, which is its supervisor's affair else. What
         cannot be made is tried again at the next look."""
         with contextlib.suppress(OSError, errors.PermissionDenied):
-            if not self._mark.there:
+            if not (self._mark and self._mark.there):
                 private(self._path.parent)
                 with contextlib.suppress(FileNotFoundError):
                     self._path.unlink()
-                self.listener.close()
-                self.listener = self._listen()
+                was, self.listener = self.listener, self._listen()
+                if was is not None:
+                    was.close()
             if alone and not self._hold.whole:
                 self._hold.again()
         if self._server is not None and not (self._server_mark and self._server_mark.there):
@@ -42,6 +44,7 @@ class Offer:
 
     def accept(self, child: int) -> socket.socket | None:
         """Whoever comes for *child*, if it is of our own user or root, with all that it needs."""
+        assert self.listener is not None
         try:
             new, _ = self.listener.accept()
         except OSError:
@@ -58,7 +61,7 @@ class Offer:
         return None
 
     def withdraw(self) -> None:
-        if self._mark.there:
+        if self._mark and self._mark.there:
             self._path.unlink()
 
     def _listen(self) -> socket.socket:

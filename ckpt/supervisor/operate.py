@@ -81,6 +81,11 @@ class Worker:
             raise errors.GpuckptError(words, hint="see the limits of the run: open files (ulimit -n), processes, memory") from None
         finally:
             self.busy = False
+        if not (output or self._taken):
+            raise errors.GpuckptError(
+                f"the process of the {command} ended before it took its order; nothing was begun",
+                hint="see what it wrote on stderr; where gpuckpt was upgraded or removed meanwhile: start the run again",
+            )
         return report_or_raise(command, output)
 
     async def _order(self, order: bytes, process: asyncio.subprocess.Process) -> bytes:

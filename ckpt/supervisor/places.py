@@ -51,7 +51,7 @@ def name_for(command: list[str]) -> str:
 def runtime_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """``GPUCKPT_RUNTIME_DIR``, else below ``XDG_RUNTIME_DIR``, else ``/run/gpuckpt`` for root, else ``/tmp/gpuckpt-UID``."""
     if chosen := environ.get("GPUCKPT_RUNTIME_DIR"):
-        return Path(chosen)
+        return Path(chosen).absolute()
     if base := environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "gpuckpt"
     return Path("/run/gpuckpt") if os.geteuid() == 0 else Path(f"/tmp/gpuckpt-{os.geteuid()}")  # noqa: S108 - checked to be ours alone
@@ -104,16 +104,19 @@ class Place:
         if orphan(name, environ) and self._adopt():
             return
         self.private: Path | None = None
-        self._take()
         try:
+            self._take()
             check_socket_path(self.control)
             clear(self.control)
             clear(self.keeper)
             self._clear_left()
             self.private = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=self.directory))
             self.note()
-        except BaseException:
+        except BaseException as e:
             self.hold.close()
+            if isinstance(e, OSError):
+                words = f"nothing can be made in {self.directory}: {e.strerror or e}; nothing was started"
+                raise errors.CannotListen(words, hint="make room there, or set GPUCKPT_RUNTIME_DIR to another directory") from None
             raise
 
     @property
@@ -220,7 +223,7 @@ def clear(path: Path) -> None:
     """Make *path* free for a socket: remove one that nobody listens on. Raises :class:`gpuckpt.errors.NameTaken` for anything else."""
     try:
         found = path.lstat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     what = ""
     if stat.S_ISLNK(found.st_mode):

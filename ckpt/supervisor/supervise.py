@@ -36,6 +36,7 @@ from gpuckpt.supervisor.gate import Gate, announce
 from gpuckpt.supervisor.lease import Lease
 from gpuckpt.supervisor.listening import listen, where
 from gpuckpt.supervisor.metrics import Metrics
+from gpuckpt.supervisor.mishaps import tell_safely
 from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.notify import AGAIN_S, Notifier, notify, still
 from gpuckpt.supervisor.operate import Worker
@@ -211,7 +212,7 @@ class _Supervised:
         self.share = Share(self.run, options.name, options.sharing)
         if adopted is not None:
             self.share.adopted(bool(adopted.facts.get("comes_back")))
-        self._note(self.run.state)
+        tell_safely(self._note, self.run.state)
         self.run.changed.append(self._note)
         self.spill = Spill(self.run, options.policy.move_to)
         self.run.holdings.budget = Budget(

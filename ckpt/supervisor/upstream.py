@@ -62,13 +62,16 @@ class Connector(aiohttp.UnixConnector):
     async def _connect(self) -> socket.socket:
         """A full backlog answers EAGAIN, which asyncio takes for a connection in progress: so this is done by hand."""
         until = time.monotonic() + CONNECT_S
+        if self._fd is None:
+            self._see()
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
-                sock.connect(self._where())
+                sock.connect(self.path if self._fd is None else f"/proc/self/fd/{self._fd}")
                 self._check(sock)
             except (BlockingIOError, ConnectionRefusedError):
                 sock.close()
+                self._see()
                 if time.monotonic() >= until:
                     raise
             except BaseException:
@@ -78,15 +81,14 @@ class Connector(aiohttp.UnixConnector):
                 return sock
             await asyncio.sleep(0.005)
 
-    def _where(self) -> str:
-        """A path to the socket that lies at ours, or lay there last."""
-        if self._mark is None or not self._mark.there:
-            with contextlib.suppress(OSError):
-                mark = Mark.of(Path(self.path))
+    def _see(self) -> None:
+        """Hold on to the socket that lies at our path; where none does, to the one that lay there last."""
+        with contextlib.suppress(OSError):
+            mark = Mark.of(Path(self.path))
+            if mark != self._mark:
                 fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
                 self.forget()
                 self._mark, self._fd = mark, fd
-        return self.path if self._fd is None else f"/proc/self/fd/{self._fd}"
 
     def forget(self) -> None:
         """It is not reached any more by a path that is gone."""
