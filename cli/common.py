@@ -190,7 +190,13 @@ def ask_run(name: str, command: str, *, timeout_s: float | None = None, quiet: b
             said = words
             click.echo(f"waiting for the run {name}: {words}", err=True)
 
-    return report_or_raise(command, json.dumps(control.ask(name, command, timeout_s=timeout_s, told=tell, **options)).encode())
+    try:
+        answer = control.ask(name, command, timeout_s=timeout_s, told=tell, **options)
+    except KeyboardInterrupt:
+        raise errors.Interrupted(
+            f"interrupted; the run {name!r} goes on with the {command} that it was asked for", hint=f"gpuckpt status {name}"
+        ) from None
+    return report_or_raise(command, json.dumps(answer).encode())
 
 
 def show_run(report: Report) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from gpuckpt import errors
 from gpuckpt.cli.common import Size
 from gpuckpt.image import preload
+from gpuckpt.supervisor import budget
 from gpuckpt.supervisor.budget import Budget
 from tests.serving import Stage, stage
 from tests.simulated_machine import COMMAND, Machine, eventually
@@ -64,6 +66,26 @@ def test_a_place_that_would_never_do_is_refused_at_once(machine: Machine, words:
     result = machine.gpuckpt("run", *words, "--", "true", json=False, GPUCKPT_RUNTIME_DIR=str(machine.path / "r"))
     assert result.code == 125
     assert said in result.stderr
+
+
+def test_a_run_that_never_comes_to_its_decision_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor is stopped, say, in the middle of it."""
+    monkeypatch.setattr(budget, "DECIDE_S", 0.05)
+
+    async def decide(within: Budget) -> None:
+        async with within.deciding():
+            pass
+
+    async def both() -> None:
+        first, second = (Budget(environ={"GPUCKPT_RUNTIME_DIR": str(tmp_path / "r")}) for _ in range(2))
+        async with first.deciding() as decided:
+            with pytest.raises(errors.Busy, match=f"the run with pid {os.getpid()} has been deciding for 0.05 s") as caught:
+                await decide(second)
+            assert caught.value.pid == os.getpid()
+            decided()
+            await decide(second)
+
+    asyncio.run(both())
 
 
 def test_the_budget(machine: Machine) -> None:

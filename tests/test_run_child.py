@@ -18,7 +18,7 @@ import pytest
 
 from gpuckpt import errors
 from gpuckpt.model import State
-from gpuckpt.supervisor import control
+from gpuckpt.supervisor import control, share
 from tests.serving import FAKE, PATIENCE_S, Serving, Stage, alive, make_stage, stage
 from tests.simulated_machine import COMMAND, eventually
 
@@ -188,6 +188,8 @@ def test_a_run_is_waited_for_as_long_as_it_says_how_it_is(plain: Serving, monkey
         with pytest.raises(errors.RunSilent, match=rf"nor say within 0.1 s how it is; its supervisor \(pid {pid}\) is stopped") as caught:
             control.ask("m", "resume")
         assert caught.value.hint == f"kill -CONT {pid}"
+        monkeypatch.setattr(share, "ANSWER_S", 0.1)
+        assert asyncio.run(asyncio.wait_for(share.ask("m", "give-way", within_s=1.0), 20)) is None
         with waiting, contextlib.suppress(BlockingIOError):
             while True:
                 s = waiting.enter_context(socket.socket(socket.AF_UNIX))
@@ -200,6 +202,21 @@ def test_a_run_is_waited_for_as_long_as_it_says_how_it_is(plain: Serving, monkey
     finally:
         os.kill(pid, signal.SIGCONT)
     assert plain.complete(id=2).status == 200
+
+
+def test_who_no_longer_waits_for_a_run_is_told_that_it_goes_on(plain: Serving) -> None:
+    run = plain
+    assert run.complete(id=1).status == 200
+    client = run.begin(seconds=1.0)
+    eventually(lambda: run.facts["requests_running"], "it runs")
+    asking = run.stage.machine.begin("suspend", "m", GPUCKPT_RUNTIME_DIR=str(run.stage.runtime))
+    run.until("draining")
+    asking.signal(signal.SIGINT)
+    result = asking.end()
+    assert (result.code, result.error["code"]) == (130, "interrupted")
+    assert "the run 'm' goes on with the suspend that it was asked for" in result.error["message"]
+    assert client.result().status == 200
+    run.until("suspended")
 
 
 def test_a_control_request_that_makes_no_sense_touches_nothing(plain: Serving) -> None:

@@ -297,6 +297,12 @@ def test_a_lease_waits_for_what_runs_and_gives_up_in_time(couple: tuple[Serving,
     eventually(lambda: b.facts["state"] == "awake", "it is back")
 
 
+def test_a_driver_that_does_not_answer_ends_a_lease_in_time(stage: Stage) -> None:
+    with stage.machine.slow_look():
+        result = stage.gpuckpt("lease", "--gpu", "0", "--timeout", "300ms", "--json", "--", "true", json=False)
+    assert (result.code, result.error["code"]) == (125, "deadline")
+
+
 def test_pinned_attached_and_gone(stage: Stage) -> None:
     run = stage.run("--pin").awake()
     assert lease(stage, "no-such-program").wait(30) == 127

@@ -23,6 +23,8 @@ def read_token(path: str) -> str:
         mode, token = Path(path).stat().st_mode, Path(path).read_text().strip()
     except OSError as e:
         raise errors.Usage(f"--admin-token-file {path}: {e.strerror}") from e
+    except UnicodeDecodeError:
+        raise errors.Usage(f"--admin-token-file {path} is no text") from None
     if stat.S_IMODE(mode) & 0o077:
         raise errors.Usage(f"--admin-token-file {path}: others may read it", hint=f"chmod 600 {path}")
     if not token:

@@ -32,14 +32,14 @@ async def keep(place: Place, control: ControlServer) -> None:
             if said != why:
                 said = why
                 log.warning(
-                    "its sockets in %s were removed by somebody else, and cannot be made anew now: %s. It serves on, but nobody finds it "
+                    "its files in %s were removed by somebody else, and cannot be made anew now: %s. It serves on, but nobody finds it "
                     "by its name: kill %d ends it in order",
                     place.directory,
                     why,
                     os.getpid(),
                 )
         except Exception:
-            log.exception("its sockets cannot be looked after")
+            log.exception("its files cannot be looked after")
         else:
             said = ""
-            log.warning("its sockets in %s were removed by somebody else, and are made anew", place.directory)
+            log.warning("its files in %s were removed by somebody else, and are made anew", place.directory)

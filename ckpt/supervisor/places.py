@@ -157,6 +157,7 @@ class Place:
             names = offer.get("names", 1)  # an earlier version knows of one
             hold = Hold(self.hold.path, fds[:names])
             facts = _facts(hold.read())
+            left = Path(facts["private"])
             if offer["started"] != facts["child"]:
                 raise ValueError(f"the child of another: {offer['started']}")
         except (OSError, ValueError, LookupError):
@@ -165,7 +166,7 @@ class Place:
             connection.close()
             return False
         self.hold = hold
-        self.private = Path(facts["private"])
+        self.private = left
         self.adopted = Adopted(connection, facts["child"], facts, next(iter(fds[names:]), None))
         clear(self.control)
         return True
