@@ -100,6 +100,9 @@ def test_where_somebody_else_made_something_it_is_not_used(stage: Stage, tmp_pat
     assert f"kill {run.process.pid} ends it in order" in run.stderr
     assert not list(tmp_path.glob("*.sock"))
     assert places.with_sockets({"GPUCKPT_RUNTIME_DIR": str(stage.runtime)}) == []
+    other = stage.run(name="o")
+    assert other.end() == 125
+    assert "is not a directory of ours; nothing was started" in other.stderr
     stage.runtime.unlink()
     eventually(lambda: ANEW in run.stderr, "it is made anew")
     assert attached.process.poll() is None

@@ -31,6 +31,7 @@ class Held:
 
     def __init__(self, name: str, gpus: Sequence[str] | None, by: str, within_s: float) -> None:
         self.name = name
+        self.ended = False  # before it answered
         self.socket = socket.socket(socket.AF_UNIX)
         try:
             self.socket.settimeout(within_s)
@@ -52,6 +53,7 @@ class Held:
                 self.socket.settimeout(max(0.001, until - time.monotonic()))
                 more = self.socket.recv(65536)
                 if not more:
+                    self.ended = True
                     raise errors.RunNotReady(f"the run {self.name!r} ended before it answered")
                 data += more
         except TimeoutError:
@@ -179,8 +181,8 @@ def _here(held: Held, until: float) -> bool:
     try:
         return bool(held.answer(until).get("held"))
     except errors.RunNotReady:
-        if places.control_path(held.name).exists():
+        if not held.ended or places.control_path(held.name).exists():
             raise
-        return False  # it ended meanwhile
+        return False
     except (ConnectionError, ValueError):
         return False

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpuckpt import errors
 from gpuckpt.inspect.processes import peer_of
-from gpuckpt.supervisor.swept import Hold, Mark, private
+from gpuckpt.supervisor.swept import Hold, Mark, is_private, private
 
 
 class Offer:
@@ -78,6 +78,8 @@ class Offer:
     def _reach(self, server: Path) -> None:
         try:
             mark = Mark.of(server)
+            if not is_private(server.parent):
+                return  # somebody else made it
             fd = os.open(server, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return  # it does not listen yet; or it is gone, and the way that is known may still lead there

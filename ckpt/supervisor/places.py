@@ -174,21 +174,19 @@ class Place:
     def clear(self) -> None:
         """Take away the sockets of a child that has ended, before another is started."""
         for path in (self.keeper, self.upstream):
-            clear(path)
+            with contextlib.suppress(OSError):  # whoever cannot listen there says so
+                clear(path)
 
     def __enter__(self) -> Place:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave nothing but the lock file: removing that would let two hold the same name."""
-        with contextlib.suppress(OSError):
-            self.control.unlink()
-        if self.leave:
-            self.hold.close()
-            return
-        with contextlib.suppress(OSError):
-            self.keeper.unlink()
-        if self.private is not None:
+        """Leave nothing but the lock file: removing that would let two hold the same name. What others made in our place is left alone."""
+        ours = is_private(self.directory)
+        for path in (self.control, *(() if self.leave else (self.keeper,))) if ours else ():
+            with contextlib.suppress(OSError):
+                path.unlink()
+        if ours and self.private is not None and not self.leave:
             shutil.rmtree(self.private, ignore_errors=True)
         self.hold.close()
 

@@ -20,7 +20,7 @@ from gpuckpt import errors
 from gpuckpt.inspect import processes
 from gpuckpt.supervisor.exchange import Connections
 from gpuckpt.supervisor.mishaps import words_of
-from gpuckpt.supervisor.swept import Mark
+from gpuckpt.supervisor.swept import Mark, is_private
 
 #: How many connections are being made at once. A server's backlog may be short; the rest wait here, in their order.
 CONNECTING = 16
@@ -82,10 +82,10 @@ class Connector(aiohttp.UnixConnector):
             await asyncio.sleep(0.005)
 
     def _see(self) -> None:
-        """Hold on to the socket that lies at our path; where none does, to the one that lay there last."""
+        """Hold on to the socket that lies at our path; where none does that can be trusted, to the one that lay there last."""
         with contextlib.suppress(OSError):
             mark = Mark.of(Path(self.path))
-            if mark != self._mark:
+            if mark != self._mark and is_private(mark.path.parent):
                 fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
                 self.forget()
                 self._mark, self._fd = mark, fd
