@@ -128,7 +128,7 @@ def test_a_run_tells_of_it_before_it_starts() -> None:
     assert "as many bytes as an image takes" in found["changes"]["reserve"]
     off = json.loads(gpuckpt("run", "--reserve", "auto", "--without", "preload", "--dry-run", "--json", "--", "sleep", "1").stdout)
     assert off["warnings"] == ["--reserve does nothing without the preload library"]
-    assert gpuckpt("run", "--reserve", "0", "--dry-run", "--", "sleep", "1").returncode == 2
+    assert gpuckpt("run", "--reserve", "0", "--dry-run", "--", "sleep", "1").returncode == 125
 
 
 # By order.
