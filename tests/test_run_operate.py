@@ -14,6 +14,7 @@ import pytest
 
 from gpuckpt import errors
 from gpuckpt.supervisor import operate
+from gpuckpt.supervisor.child import Child
 from gpuckpt.supervisor.keeper import descendants
 from gpuckpt.supervisor.operate import Worker
 from tests.serving import Serving, Stage, alive, stage
@@ -89,6 +90,17 @@ def test_one_that_cannot_even_start_has_begun_nothing(monkeypatch: pytest.Monkey
     with pytest.raises(errors.GpuckptError, match="nothing was begun") as caught:
         asyncio.run(asyncio.wait_for(body(), 20))
     assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("python", "words"), [("/no/such/python", "the keeper of true cannot be started: No such file"), ("/bin/false", "its keeper ended")]
+)
+def test_no_keeper_no_child(monkeypatch: pytest.MonkeyPatch, python: str, words: str) -> None:
+    """As after an upgrade that took the interpreter along, or the package, when a command shall be started again."""
+    monkeypatch.setattr(sys, "executable", python)
+    with pytest.raises(errors.CannotStart, match=words) as caught:
+        asyncio.run(Child.start(["true"], {}))
+    assert caught.value.status == 125
 
 
 def operations(run: Serving) -> list[int]:

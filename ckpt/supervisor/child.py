@@ -6,6 +6,7 @@ The process itself hangs on a :mod:`gpuckpt.supervisor.keeper`, so that the tree
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import os
@@ -52,17 +53,26 @@ class Child:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            keeper = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gpuckpt.supervisor.keeper"],
-                env={**os.environ, "GPUCKPT_KEEPER_FD": str(theirs.fileno())},
-                pass_fds=[theirs.fileno(), *([] if name_fd is None else [name_fd])],
-                start_new_session=True,
-            )
+            try:
+                keeper = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "gpuckpt.supervisor.keeper"],
+                    env={**os.environ, "GPUCKPT_KEEPER_FD": str(theirs.fileno())},
+                    pass_fds=[theirs.fileno(), *([] if name_fd is None else [name_fd])],
+                    start_new_session=True,
+                )
+            except OSError as e:
+                ours.close()
+                error = errors.CannotStart(f"the keeper of {command[0]} cannot be started: {e.strerror or e}; nothing was started")
+                error.status = EXIT_OWN_FAILURE
+                raise error from None
         reader, writer = await asyncio.open_connection(sock=ours)
         order: dict[str, Any] = {"command": list(command), "environ": dict(environ)}
         order |= {"name_fd": name_fd if name_fd is not None else -1, "adopt_at": str(adopt_at or ""), "server": server}
         writer.write(json.dumps(order).encode() + b"\n")
-        answer = json.loads(await reader.readline() or b"{}")
+        line = b""
+        with contextlib.suppress(OSError):  # it ended before it had read its order
+            line = await reader.readline()
+        answer = json.loads(line or b"{}")
         if "started" not in answer:
             writer.close()
             keeper.wait()
