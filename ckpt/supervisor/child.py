@@ -78,7 +78,8 @@ class Child:
             keeper.wait()
             code = answer.get("failed", 0)
             reason = os.strerror(code) if code else "its keeper ended"
-            error = errors.CannotStart(f"{command[0]} cannot be started: {reason}", hint="check the command after --")
+            hint = "check the command after --" if code else "see what was written on stderr"
+            error = errors.CannotStart(f"{command[0]} cannot be started: {reason}", hint=hint)
             error.status = {errno.ENOENT: EXIT_NOT_FOUND, 0: EXIT_OWN_FAILURE}.get(code, EXIT_CANNOT_RUN)
             raise error
         return cls(keeper.pid, reader, writer, answer["started"], keeper)
