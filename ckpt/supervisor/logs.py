@@ -11,6 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from gpuckpt.errors import GpuckptError
+from gpuckpt.image import paths
+from gpuckpt.model import Report
+
 log = logging.getLogger("gpuckpt.run")
 
 #: How often it is said that no connection can be accepted, in seconds: the loop says it thousands of times a second.
@@ -57,3 +61,16 @@ def of_the_loop() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]
             log.warning("no connection can be accepted now, so clients wait: %s", context.get("exception"))
 
     return handle
+
+
+def outcome(operation: str, reason: str, found: Report | GpuckptError, seconds: float) -> None:
+    """How a suspend or a resume went, and why it was done."""
+    if isinstance(found, Report):
+        steps = ", ".join(f"{s.name} {s.seconds:.2f} s" for s in found.steps)
+        log.info("%s (%s) in %.2f s: %s", operation, reason, seconds, steps)
+        for p in found.processes if operation == "suspend" and not found.simulated else ():
+            if p.image:
+                log.info("pid %d: %s", p.pid, paths.words(p.image))
+    else:
+        notes = "".join(f"; {n}" for n in getattr(found, "__notes__", ()))
+        log.warning("%s (%s) failed: %s%s [%s]", operation, reason, found.message, notes, found.code)

@@ -20,7 +20,6 @@ from typing import Any
 import aiohttp
 
 from gpuckpt import errors
-from gpuckpt.image import paths as image_paths
 from gpuckpt.inspect.host import BUDGET_VARIABLE
 from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
@@ -221,7 +220,7 @@ class _Supervised:
         self.metrics = Metrics(self.run)
         self.engines = Engines(self.run)
         self.run.changed.append(Notifier(self.run).changed)
-        self.run.finished.append(_log_outcome)
+        self.run.finished.append(logs.outcome)
         self.cache = Cache(self.run.holdings, options.keeps_cache)
         self.run.changed.append(self.cache.changed)
         self.run.finished.append(self.cache.finished)
@@ -387,15 +386,3 @@ def _many_files() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _log_outcome(operation: str, reason: str, outcome: Report | errors.GpuckptError, seconds: float) -> None:
-    if isinstance(outcome, Report):
-        steps = ", ".join(f"{s.name} {s.seconds:.2f} s" for s in outcome.steps)
-        log.info("%s (%s) in %.2f s: %s", operation, reason, seconds, steps)
-        for p in outcome.processes if operation == "suspend" and not outcome.simulated else ():
-            if p.image:
-                log.info("pid %d: %s", p.pid, image_paths.words(p.image))
-    else:
-        notes = "".join(f"; {n}" for n in getattr(outcome, "__notes__", ()))
-        log.warning("%s (%s) failed: %s%s [%s]", operation, reason, outcome.message, notes, outcome.code)
