@@ -8,14 +8,15 @@ import re
 import signal
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from gpuckpt.image import keeper, page, preload
+from gpuckpt.image import keeper, page, preload, reserve
 from gpuckpt.image.keeper import Keeper, Unanswered
 from gpuckpt.image.page import Unavailable
+from gpuckpt.model import ProcessId
 from tests.image_machine import MIB, Mapped, Program, Start, is_plain
 from tests.simulated_machine import eventually
 
@@ -199,6 +200,27 @@ def test_the_end_of_the_program_is_its_end(program: Program, image: Mapped, tmp_
         assert program.end() == ""
         assert not Path(f"/proc/{program.pid}").exists()
     os.close(fd)
+
+
+@pytest.mark.parametrize("look", [preload.result, preload.described, reserve.ready_bytes, reserve.look, keeper.dropped, keeper.end])
+def test_a_program_that_ends_while_it_is_looked_at(
+    program: Program, image: Mapped, look: Callable[[ProcessId], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory reads as empty from then on, without an error."""
+    find = page._find
+
+    def found_then_killed(memory: int, pid: int) -> int:
+        at = find(memory, pid)
+        program.process.kill()
+        program.process.wait()
+        return at
+
+    monkeypatch.setattr(page, "_find", found_then_killed)
+    try:
+        seen = look(program.id)
+        assert not seen or "No such process" in str(seen)
+    except Unavailable as error:
+        assert "No such process" in str(error)
 
 
 def test_a_program_that_execs_takes_it_along(program: Program, image: Mapped) -> None:

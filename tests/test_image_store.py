@@ -142,6 +142,34 @@ def test_named_files_of_the_dead_are_swept_and_no_others(named: Suspended, tmp_p
     assert {p.name for p in tmp_path.iterdir()} == {stranger.name, "else"}
 
 
+@pytest.mark.parametrize("call", [Call.STORE, Call.LOAD])
+def test_the_process_is_killed_while_its_image_is_moved(suspended: Suspended, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of the dead reads as empty and takes nothing, without an error: whoever goes on until all is moved never ends."""
+    if call is Call.LOAD:
+        suspended.keep()
+    empty = 0
+
+    def killing(real: Callable[..., int]) -> Callable[..., int]:
+        def move(fd: int, data: Any, offset: int) -> int:
+            nonlocal empty
+            part = os.readlink(f"/proc/self/fd/{fd}").endswith("/mem") and sum(map(len, data if isinstance(data, list) else [data])) >= MIB
+            if part:
+                suspended.program.process.kill()
+                suspended.program.process.wait()
+            moved = real(fd, data, offset)
+            empty += part and moved == 0
+            assert empty < 100, "it goes on for ever"
+            return moved
+
+        return move
+
+    monkeypatch.setattr(os, "preadv", killing(os.preadv))
+    monkeypatch.setattr(os, "pwrite", killing(os.pwrite))
+    with pytest.raises(errors.GpuckptError, match="No such process"):
+        suspended.call(call)
+    assert list(suspended.directory.iterdir()) == []
+
+
 # What cannot be written.
 
 

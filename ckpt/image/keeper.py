@@ -117,18 +117,18 @@ class Keeper:
 
     def reserve(self) -> tuple[int, ...]:
         """What the library says of memory kept ready: as in :data:`page.RESERVE`."""
-        return page.RESERVE.unpack(os.pread(self.memory, page.RESERVE.size, self.at + page.RESERVE_AT))
+        return page.read(self.memory, page.RESERVE, self.at + page.RESERVE_AT)
 
     def have_ready(self, nbytes: int, *, auto: bool) -> None:
         """Keep *nbytes* ready from now on; *auto*: after the next image, as many as that took. Raises ``OSError``."""
         self._ask(Request.RESERVE, nbytes, int(auto))
 
     def _words(self) -> tuple[int, ...]:
-        return page.KEEPER.unpack(os.pread(self.memory, page.KEEPER.size, self.at + page.KEEPER_AT))
+        return page.read(self.memory, page.KEEPER, self.at + page.KEEPER_AT)
 
     def _ask(self, request: Request, begin: int = 0, end: int = 0, path: bytes = b"", within_s: float | None = None) -> None:
         """Raises :class:`Unanswered`, or ``OSError`` with what the kernel said to the keeper."""
-        (last,) = page.ASKED.unpack(os.pread(self.memory, page.ASKED.size, self.at + page.ASKED_AT))
+        (last,) = page.read(self.memory, page.ASKED, self.at + page.ASKED_AT)
         number = (last + 1) & 0xFFFFFFFF
         if path:
             os.pwrite(self.memory, path.ljust(page.PATH_BYTES, b"\0"), self.at + page.PATH_AT)
@@ -170,7 +170,7 @@ def of(process: ProcessId) -> Iterator[Keeper]:
     with page.opened(process) as (memory, at):
         until = time.monotonic() + ANSWER_S
         while True:
-            inside, pid, wake, *_ = page.KEEPER.unpack(os.pread(memory, page.KEEPER.size, at + page.KEEPER_AT))
+            inside, pid, wake, *_ = page.read(memory, page.KEEPER, at + page.KEEPER_AT)
             if not inside or wake >= 0 or time.monotonic() >= until:
                 break
             time.sleep(0.001)  # it was started this moment
@@ -195,11 +195,11 @@ def dropped(process: ProcessId) -> bool:
     """Whether memory of the image of *process* was given back and has not all returned, or may be so any moment: it was asked for, and
     there was no answer. False where no library is, or we may not look."""
     with contextlib.suppress(Unavailable), page.opened(process) as (memory, at):
-        words = page.KEEPER.unpack(os.pread(memory, page.KEEPER.size, at + page.KEEPER_AT))
+        words = page.read(memory, page.KEEPER, at + page.KEEPER_AT)
         if words[6]:
             return True
-        (asked,) = page.ASKED.unpack(os.pread(memory, page.ASKED.size, at + page.ASKED_AT))
-        request, *_ = page.REQUEST.unpack(os.pread(memory, page.REQUEST.size, at + page.REQUEST_AT))
+        (asked,) = page.read(memory, page.ASKED, at + page.ASKED_AT)
+        request, *_ = page.read(memory, page.REQUEST, at + page.REQUEST_AT)
         if not words[0] or asked == words[4] or request != Request.DROP:
             return False
         with of(process) as keeper:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from gpuckpt.image import keeper, preload
+from gpuckpt.image import keeper, page, preload
 from gpuckpt.image.file import Region
 from gpuckpt.image.keeper import Unanswered
 from gpuckpt.image.page import Unavailable
@@ -117,12 +117,12 @@ class Preloaded:
     def read(self, buffer: memoryview, address: int) -> None:
         at = 0
         while at < len(buffer):
-            at += os.preadv(self._keeper.memory, [buffer[at:]], address + at)
+            at += page.some(os.preadv(self._keeper.memory, [buffer[at:]], address + at))
 
     def write(self, buffer: memoryview, address: int) -> None:
         at = 0
         while at < len(buffer):
-            at += os.pwrite(self._keeper.memory, buffer[at:], address + at)
+            at += page.some(os.pwrite(self._keeper.memory, buffer[at:], address + at))
 
     def drop(self, region: Region) -> None:
         self._keeper.drop(region.address, region.end)

@@ -8,17 +8,21 @@ is left behind, a chroot or a container hides nothing, and no other user can put
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 from gpuckpt.inspect import host, processes
 from gpuckpt.model import ProcessId
 
 VARIABLE = "GPUCKPT_PRELOAD"
 NAME = "libgpuckpt_preload"
+
+T = TypeVar("T", bytes, int)
 
 # The layout, as in _preload.h.
 HEAD = struct.Struct("=16sII8x")
@@ -76,6 +80,19 @@ def opened(process: ProcessId) -> Iterator[tuple[int, int]]:
         raise Unavailable(f"the memory of pid {process.pid} cannot be used ({error.strerror})") from error
     finally:
         os.close(memory)
+
+
+def read(memory: int, layout: struct.Struct, at: int) -> tuple[Any, ...]:
+    """What lies at the address *at* of an opened memory. Raises ``OSError``, also where the process has ended meanwhile."""
+    return layout.unpack(some(os.pread(memory, layout.size, at)))
+
+
+def some(moved: T) -> T:
+    """What a read of a memory gave, or how many bytes a write took. The memory of the dead gives and takes nothing, without an error: raises
+    ``OSError`` then."""
+    if not moved:
+        raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+    return moved
 
 
 def mappings(pid: int) -> list[tuple[int, int, bytes, bytes]]:

@@ -218,7 +218,7 @@ def result(process: ProcessId) -> Result:
         Unavailable: *process* is gone, has no library, or we may not look.
     """
     with page.opened(process) as (memory, at):
-        content = os.pread(memory, page.PAGE_BYTES, at)
+        content = page.some(os.pread(memory, page.PAGE_BYTES, at))
     (operation,) = page.OPERATION.unpack_from(content, page.OPERATION_AT)
     seen, last, tid, count, caller, nbytes, populate_ns, used, huge, copied, copies, copiers, ready = page.RESULT.unpack_from(
         content, page.RESULT_AT

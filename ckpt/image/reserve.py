@@ -84,7 +84,7 @@ def ready_bytes(process: ProcessId) -> int:
     if os.environ.get(page.VARIABLE) == "0":
         return 0
     with contextlib.suppress(Unavailable, Unanswered, OSError), page.opened(process) as (memory, at):
-        kept, _, _, _, _, ready, _, taken, _ = page.RESERVE.unpack(os.pread(memory, page.RESERVE.size, at + page.RESERVE_AT))
+        kept, _, _, _, _, ready, _, taken, _ = page.read(memory, page.RESERVE, at + page.RESERVE_AT)
         return 0 if taken or not kept else int(ready)
     return 0
 
