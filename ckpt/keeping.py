@@ -132,18 +132,20 @@ def store(walk: Walk, directory: str) -> GpuckptError | None:
         )
     if written:
         failures += _calls(walk, Call.DROP, written)[1]
+    failures = _without_the_dead(walk, failures)
     return failures[0].error if failures else None
 
 
 def load(walk: Walk, processes: Iterable[ProcessId]) -> list[Failure]:
-    """Bring the images of *processes* back into memory, where they are not. Failures name those that stay on disk."""
+    """Bring the images of *processes* back into memory, where they are not. Failures name those that stay on disk. One that has ended is
+    a failure only if nobody of the group is left."""
     assert walk.record is not None
     wanted = {}
     for process in processes:
         member = walk.record.member(process)
         if member is not None and member.image is not None and "inode" in member.image:
             wanted[process] = member.image
-    return _calls(walk, Call.LOAD, wanted)[1] if wanted else []
+    return _without_the_dead(walk, _calls(walk, Call.LOAD, wanted)[1]) if wanted else []
 
 
 def tidy(walk: Walk) -> None:
@@ -180,6 +182,21 @@ def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
     for place in sorted(places):
         words += [f"removed {path}: its process is gone" for path in file.sweep(place)]
     return words
+
+
+def _without_the_dead(walk: Walk, failures: list[Failure]) -> list[Failure]:
+    """*failures*, as they are now that some of those that failed may have ended: of these nothing is suspended any more."""
+    gone = []
+    for n, f in enumerate(failures):
+        if not walk.world.alive(f.process):
+            walk.now[f.process] = State.GONE
+            words = f"pid {f.process} ended while its image was being moved"
+            failures[n] = Failure(f.process, errors.Aborted(words, pid=f.process.pid, step=f.error.step))
+            gone.append(failures[n])
+    if all(state is State.GONE for state in walk.now.values()):
+        return failures
+    walk.warnings += [f.error.message for f in gone]
+    return [f for f in failures if f not in gone]
 
 
 def _on_disk(walk: Walk, member: Member) -> bool:

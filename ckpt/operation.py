@@ -201,7 +201,7 @@ class Operation(Reporting):
     def _kept(self, keep_in: str) -> Report:
         """The group is suspended, and told so: the end of it is where its images lie."""
         if error := keeping.store(self, keep_in):
-            raise self._with_report(error)
+            self._end(error, {})
         return self._finish()
 
     def _run(self, phase: plan.Phase, gpu_map: Mapping[str, str]) -> list[Failure]:
@@ -209,7 +209,9 @@ class Operation(Reporting):
         failed: list[Failure] = []
         if phase.call is Call.RESTORE:
             failed = keeping.load(self, phase.processes)
-            phase = plan.Phase(phase.call, tuple(p for p in phase.processes if p not in {f.process for f in failed}))
+            phase = plan.Phase(
+                phase.call, tuple(p for p in phase.processes if p not in {f.process for f in failed} and self.now[p] is not State.GONE)
+            )
         return failed + super()._run(phase, gpu_map)
 
     def _begin(self, inventory: Inventory) -> None:

@@ -226,6 +226,49 @@ def test_the_target_is_killed_while_its_image_is_on_disk(machine: Machine, targe
     assert not any((machine.world.path / "kept").glob("*/held"))
 
 
+@pytest.mark.parametrize(("command", "request_"), [("suspend", "hold"), ("resume", "fill")])
+def test_the_target_is_killed_while_its_image_is_moved(machine: Machine, target: Target, place: Path, command: str, request_: str) -> None:
+    """It is not said to be suspended, and nothing of it is left."""
+    if command == "resume":
+        assert keep(machine, target, place).code == 0
+    machine.world.add_fault(request_, delay_s=1.0)
+    running = machine.begin(command, target.pid, *(["--keep-in", place] if command == "suspend" else []))
+    eventually(lambda: machine.faults_left() == 0, "the move")
+    target.kill()
+    ended = running.end()
+    assert (ended.code, ended.error["code"], ended.error["pid"]) == (1, "group-changed", target.pid)
+    assert process(ended)["state"] == "gone"
+    assert machine.records() == []
+    assert list(place.iterdir()) == []
+    assert not any((machine.world.path / "kept").glob("*/held"))
+
+
+@pytest.mark.parametrize("command", ["suspend", "resume"])
+def test_one_of_a_group_is_killed_while_images_are_moved(
+    machine2: Machine, image_folder: Path, monkeypatch: pytest.MonkeyPatch, place: Path, command: str
+) -> None:
+    """The others go on without it."""
+    machine = machine2
+    with monkeypatch.context() as m:
+        m.setenv("LD_PRELOAD", preload.environment({"LD_PRELOAD": str(image_folder / "libcuda.so.1")})["LD_PRELOAD"])
+        one, two = machine.job(("--gib", "1"), ("--gib", "2", "--gpu", "1"))
+    down = ["suspend", one.pid, "--accept-loss", "possible-import", "--keep-in", place]
+    if command == "resume":
+        assert machine.gpuckpt(*down).code == 0
+    machine.world.add_fault("hold" if command == "suspend" else "fill", pid=two.pid, delay_s=1.0)
+    running = machine.begin(*(down if command == "suspend" else ["resume", one.pid]))
+    eventually(lambda: machine.faults_left() == 0, "the move")
+    two.kill()
+    ended = running.end()
+    assert (ended.code, ended.document["ok"]) == (0, True), ended
+    assert str(two.pid) in " ".join(ended.document["warnings"])
+    assert ended.states[two.pid] == "gone"
+    if command == "suspend":
+        assert machine.gpuckpt("resume", one.pid).code == 0
+    assert one.unharmed()
+    assert list(place.iterdir()) == []
+
+
 # It cannot be brought back: suspended, and on disk.
 
 

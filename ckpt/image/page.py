@@ -88,7 +88,7 @@ def read(memory: int, layout: struct.Struct, at: int) -> tuple[Any, ...]:
 
 
 def some(moved: T) -> T:
-    """What a read of a memory gave, or how many bytes a write took. The memory of the dead gives and takes nothing, without an error: raises
+    """What a read of a memory gave, or how many bytes a write took. That of the dead gives and takes nothing, without an error: raises
     ``OSError`` then."""
     if not moved:
         raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
