@@ -98,9 +98,9 @@ def start_program(image_folder: Path) -> Iterator[image_machine.Start]:
     """Starts that program with the library; keywords are its environment."""
     started = []
 
-    def begin(prefix: tuple[str, ...] = (), folder: Path = image_folder, **environ: str) -> image_machine.Program:
+    def begin(prefix: tuple[str, ...] = (), folder: Path = image_folder, name: str = "program", **environ: str) -> image_machine.Program:
         with_ours = preload.environment({**os.environ, **environ})
-        started.append(image_machine.Program(folder, with_ours, prefix))
+        started.append(image_machine.Program(folder, with_ours, prefix, name))
         return started[-1]
 
     yield begin

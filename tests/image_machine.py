@@ -52,11 +52,11 @@ def is_plain(found: Mapped, nbytes: int = SIZE) -> bool:
 
 
 class Program:
-    """``image_program.c``, running."""
+    """``image_program.c``, running, or another that speaks as it does."""
 
-    def __init__(self, folder: Path, environ: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, environ: dict[str, str], prefix: tuple[str, ...] = (), name: str = "program") -> None:
         self.process = subprocess.Popen(
-            [*prefix, str(folder / "program")],
+            [*prefix, str(folder / name)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -144,6 +144,7 @@ def build(folder: Path, binding: str = "now") -> Path:
     commands = [
         [*SHARED, f"-Wl,-soname,libcuda.so.1,-z,{binding}", "-o", cuda, HERE / "image_libcuda.c", "-lpthread"],
         [*COMPILE, "-o", folder / "program", HERE / "image_program.c", cuda, "-lpthread"],
+        [*COMPILE, "-o", folder / "closing", HERE / "image_closing.c", "-ldl"],
         [*SHARED, "-o", folder / "malloc.so", HERE / "image_interposer.c"],
         [*SHARED, "-DMAP", "-o", folder / "mmap.so", HERE / "image_interposer.c", "-ldl"],
     ]

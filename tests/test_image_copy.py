@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuckpt.image import preload
+from gpuckpt.image import keeper, page, preload
 from tests.image_machine import COMPILE, MIB, Program, Start, build
 from tests.simulated_machine import eventually
 
@@ -115,6 +115,31 @@ def test_what_somebody_else_has_put_there_since_stays(start_program: Start) -> N
     preload.forget(program.id)
     eventually(lambda: program.threads() == threads, "helpers and keeper end")
     assert imports(program) == before[:at] + theirs + before[at + 8 :]
+
+
+@pytest.mark.parametrize("binding", ["now", "lazy"])
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_libcuda_that_was_unloaded_meanwhile(
+    start_program: Start, image_folder: Path, tmp_path: Path, binding: str, reused: bool
+) -> None:
+    """Another tool restored the program, which unloads libcuda then: where its imports were is nothing, or memory of the program's."""
+    folder = image_folder if binding == "now" else build(tmp_path / "lazy", binding)
+    program = start_program(folder=folder, name="closing")
+    program.ask("open")
+    program.announce()
+    program.ask(f"map {SIZE}")
+    begin = min(start for start, _, _, path in page.mappings(program.pid) if b"/libcuda.so" in path)
+    assert program.ask("close") == ["0"]
+    assert b"/libcuda.so" not in b"".join(path for _, _, _, path in page.mappings(program.pid))
+    if reused:
+        assert program.ask(f"mine {begin:x}") == ["1"]
+    keeper.end(program.id)
+    if reused:
+        assert program.ask(f"write {begin:x}") == ["0"]
+    program.ask("open")
+    program.announce()
+    program.ask(f"map {SIZE}")
+    assert [i.verdict for i in program.result.images] == [preload.Verdict.FAST]
 
 
 def test_signals_while_copies_are_shared(start_program: Start) -> None:

@@ -5,7 +5,9 @@
 #define _GNU_SOURCE
 #include "_preload.h"
 #include <elf.h>
+#include <errno.h>
 #include <link.h>
+#include <linux/futex.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -28,8 +30,26 @@ static uintptr_t page_bytes;
 static uintptr_t taken_of; /* the library */
 static uint32_t owner;     /* the process in which that is so: a forked child has it as well, and no keeper */
 
+/* Whether *at* has *value*, asked of the kernel: a wait for no time, of a word that has another value, or is not there. The library may have
+ * been unloaded since, and what lies there be somebody else's, or nothing. */
+static int has(_Atomic uintptr_t *at, uintptr_t value)
+{
+    const struct timespec no_time = {0, 0};
+    for (int half = 0; half < 2; half++) {
+        long result;
+        do
+            result = quietly(SYS_futex, (long)((uint32_t *)at + half), FUTEX_WAIT_PRIVATE, (uint32_t)(value >> (32 * half)), (long)&no_time);
+        while (result == -EINTR);
+        if (result != -ETIMEDOUT)
+            return 0;
+    }
+    return 1;
+}
+
 static void put(struct slot *s, uintptr_t expected, uintptr_t value)
 {
+    if (!has(s->at, expected))
+        return;
     if (s->page && quietly(SYS_mprotect, (long)s->page, (long)page_bytes, PROT_READ | PROT_WRITE, 0) < 0)
         return;
     atomic_compare_exchange_strong(s->at, &expected, value); /* what somebody else has put there since stays */
