@@ -1,6 +1,6 @@
 /* LD_PRELOADed into gpuckpt: a disk that fails or is slow, for files below one of the paths in $DISK, with colons between.
  *
- * $DISK_FAULT: "write ERRNO NTH", "read ERRNO NTH", "flush ERRNO NTH": the call NTH (from 0) and all later ones of that process fail;
+ * $DISK_FAULT: "write ERRNO NTH", "read ERRNO NTH", "flush ERRNO NTH", "room ERRNO NTH": the call NTH (from 0) and all later ones of that process fail;
  * "slow MILLISECONDS 0": each write takes so much longer, and makes the file $DISK_SLOW first.
  */
 #define _GNU_SOURCE
@@ -63,6 +63,14 @@ ssize_t preadv64v2(int fd, const struct iovec *parts, int count, off64_t offset,
     if (!real)
         real = (ssize_t (*)(int, const struct iovec *, int, off64_t, int))dlsym(RTLD_NEXT, "preadv64v2");
     return fault(fd, "read") ? -1 : real(fd, parts, count, offset, flags);
+}
+
+int fallocate(int fd, int mode, off_t offset, off_t nbytes)
+{
+    static int (*real)(int, int, off_t, off_t);
+    if (!real)
+        real = (int (*)(int, int, off_t, off_t))dlsym(RTLD_NEXT, "fallocate");
+    return fault(fd, "room") ? -1 : real(fd, mode, offset, nbytes);
 }
 
 int fsync(int fd)

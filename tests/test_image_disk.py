@@ -99,6 +99,16 @@ def test_a_slow_disk_is_waited_for_and_can_be_given_up(machine: Machine, target:
     assert target.unharmed()
 
 
+def test_a_quota_is_found_before_anything_is_locked(machine: Machine, target: Target, place: Path, double: Path) -> None:
+    """case 55. Of a user or a project, by which the file system refuses the room."""
+    refused = keep(machine, target, place, **disk(double, place, f"room {errno.EDQUOT} 0"))
+    assert (refused.code, refused.error["code"]) == (6, "image-directory")
+    assert os.strerror(errno.EDQUOT) in refused.error["message"]
+    assert "it takes" in refused.error["message"]
+    assert target.state is State.RUNNING
+    assert list(place.iterdir()) == []
+
+
 def test_on_a_containers_writable_layer(machine: Machine, target: Target, place: Path) -> None:
     """case 55: a real overlay. It works, and what it costs is said."""
     layers = [place.with_name(name) for name in ("lower", "upper", "work")]
