@@ -104,7 +104,7 @@ def store(walk: Walk, directory: str) -> GpuckptError | None:
         return None
     from gpuckpt.image import file
 
-    place = Path(directory).absolute()
+    place = Path(directory).resolve()  # where the files are found again, whatever becomes of a link
     spec = {"directory": str(place), "operation": os.urandom(6).hex()}
     for m in members:
         _forget_file(m)
@@ -158,8 +158,8 @@ def tidy(walk: Walk) -> None:
 
 
 def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
-    """Remove files that no process needs: those of the dead beside any file that *records* name, all that the *void* ones name, and what
-    was half-written when its gpuckpt was killed. Words for each.
+    """Remove files that no process needs: those of the dead beside any file that *records* name, all that the *void* ones name, what was
+    half-written when its gpuckpt was killed, and what a process holds though its memory never went. Words for each.
     """
     records, void = list(records), list(void)
     if not any(m.image for r in (*records, *void) for m in r.members):
@@ -169,10 +169,13 @@ def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
     words, places = [], set()
     for record in records:
         for m in record.members:
-            if m.image is not None and "inode" not in m.image and not claims.taken(f"/proc/{m.id.pid}"):
-                keeper.let_go(m.id)
-                if _forget_file(m):
-                    words.append(f"removed {m.image['path']}: half-written; the image of pid {m.id} is in its memory")
+            if m.image is None or claims.taken(f"/proc/{m.id.pid}") or keeper.dropped(m.id):
+                continue
+            let_go = keeper.let_go(m.id)
+            if "inode" not in m.image and _forget_file(m):
+                words.append(f"removed {m.image['path']}: half-written; the image of pid {m.id} is in its memory")
+            elif "inode" in m.image and let_go:
+                words.append(f"gave up the file of pid {m.id} in {Path(m.image['path']).parent}: its image is in its memory")
     for record in void:
         for m in record.members:
             if m.image is not None and _forget_file(m):

@@ -226,6 +226,19 @@ def test_the_target_is_killed_while_its_image_is_on_disk(machine: Machine, targe
     assert not any((machine.world.path / "kept").glob("*/held"))
 
 
+def test_a_directory_by_a_link_and_from_here(machine: Machine, target: Target, place: Path) -> None:
+    """Its name is relative, and a symbolic link, which goes away: the file keeps its name, and is found by it."""
+    link = machine.path / "link"
+    link.symlink_to(place)
+    machine.world.add_fault("link", result="EXDEV")
+    kept = keep(machine, target, Path("link"))
+    assert (kept.code, process(kept)["image"]["in"]) == (0, str(place))
+    link.unlink()
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+    assert list(place.iterdir()) == []
+
+
 @pytest.mark.parametrize(("command", "request_"), [("suspend", "hold"), ("resume", "fill")])
 def test_the_target_is_killed_while_its_image_is_moved(machine: Machine, target: Target, place: Path, command: str, request_: str) -> None:
     """It is not said to be suspended, and nothing of it is left."""

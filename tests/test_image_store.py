@@ -131,6 +131,25 @@ def test_a_writer_that_is_killed_leaves_no_disk_taken(suspended: Suspended) -> N
     assert suspended.whole()
 
 
+def test_a_file_that_nobody_needs_is_let_go_by_recover(suspended: Suspended) -> None:
+    """kill -9 of everything between the file and its memory: both are whole, and one is enough. Once the memory went, none is let go."""
+
+    def record() -> Any:
+        member = types.SimpleNamespace(id=suspended.program.id, image=suspended.spec)
+        return types.SimpleNamespace(members=[member])
+
+    suspended.spec = suspended.call(Call.STORE)
+    path = suspended.opened()
+    assert str(suspended.program.pid) in " ".join(keeping.sweep([record()]))
+    assert not path.exists()
+    assert keeping.sweep([record()]) == []
+    assert suspended.call(Call.LOAD) == {"loaded_bytes": 0}
+    suspended.keep()
+    assert keeping.sweep([record()]) == []
+    suspended.call(Call.LOAD)
+    assert suspended.whole()
+
+
 def test_named_files_of_the_dead_are_swept_and_no_others(named: Suspended, tmp_path: Path) -> None:
     named.keep()
     stranger = tmp_path / named.path.name.replace(file._here(), "00000000")

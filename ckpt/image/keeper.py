@@ -185,10 +185,14 @@ def end(process: ProcessId) -> None:
         keeper.end()
 
 
-def let_go(process: ProcessId) -> None:
-    """Have the keeper close the file that it holds; it refuses while that is the only copy. Never raises."""
+def let_go(process: ProcessId) -> bool:
+    """Have the keeper close the file that it holds; it refuses while that is the only copy. Whether it held one, and closed it. Never
+    raises."""
     with contextlib.suppress(Unavailable, Unanswered, OSError), of(process) as keeper:
+        held = keeper.holds is not None
         keeper.let_go()
+        return held
+    return False
 
 
 def dropped(process: ProcessId) -> bool:
