@@ -18,12 +18,14 @@ from gpuckpt.image import reserve
 from gpuckpt.image.keeper import Unanswered
 from gpuckpt.image.page import Unavailable
 from gpuckpt.inspect import host, processes
-from gpuckpt.model import ProcessId
+from gpuckpt.model import MIB, ProcessId
 
 #: Between two looks, in seconds: at first, then ever longer.
 FIRST_S, POLL_S, LONGER = 0.1, 3.0, 1.2
 #: After this long memory that could not be had is asked for again, in seconds.
 AGAIN_S = 60.0
+#: So much stays when memory gets short: none means that somebody gave it back and wants none.
+LEAST_BYTES = 2 * MIB
 
 Held = Callable[[], Mapping[int, Mapping[str, int | None]]]
 
@@ -53,6 +55,10 @@ class Follower:
             return
         if process in self._served and not now.wanted:
             return  # given back: that was meant
+        if now.ready > LEAST_BYTES and (too_much := reserve.too_much(process, self._files)):
+            self._not_before[process] = time.monotonic() + AGAIN_S
+            reserve.order(process, max(LEAST_BYTES, now.ready - too_much), auto=now.auto, root=self._files)
+            return
         wanted = max(self._wanted(process, now, held), now.wanted)
         if wanted <= now.ready:
             return

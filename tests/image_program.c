@@ -14,7 +14,7 @@
  *   forked WHO ADDRESS NBYTES SEED   the same in a child
  *   often                    from now on a signal each half millisecond comes to the restore thread, whose handler maps and unmaps
  *   child                    the pid of a child that waits; exec: becomes /bin/true
- *   rlimit NAME NBYTES       NAME: as, nproc
+ *   rlimit NAME NBYTES       NAME: as, data, nproc
  *   deny CALL ERROR [ADVICE] seccomp: madvise, clone or close_range fails with ERROR; with ADVICE only that one
  *   fork | vfork | threads | signals
  */
@@ -239,7 +239,7 @@ int main(void)
             execl("/bin/true", "true", NULL);
         } else if (sscanf(line, "rlimit %31s %lu", who, &a) == 2) {
             struct rlimit limit = {a, a};
-            printf("%d\n", setrlimit(!strcmp(who, "as") ? RLIMIT_AS : RLIMIT_NPROC, &limit));
+            printf("%d\n", setrlimit(!strcmp(who, "as") ? RLIMIT_AS : !strcmp(who, "data") ? RLIMIT_DATA : RLIMIT_NPROC, &limit));
         } else if (sscanf(line, "deny %31s %lu %lu", who, &a, &b) >= 2) {
             printf("%d\n", deny(who, (int)a, sscanf(line, "deny %*s %*u %lu", &b) == 1 ? (long)b : -1));
         } else if (!strncmp(line, "fork", 4)) {

@@ -208,6 +208,28 @@ def test_short_of_memory_it_asks_again_later(program: Program, monkeypatch: pyte
     assert reserve.look(program.id).ready == SIZE
 
 
+def test_where_memory_gets_short_later_it_is_given_back(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program grows, or others do: what is only kept ready is not what somebody is killed for."""
+    room = HostRoom(2 * GIB, "memory.max of /a")
+    monkeypatch.setattr(reserve.host, "host_room", lambda *_: room)
+    ours = follower(program, SIZE)
+    ours.look()
+    room = HostRoom(reserve.MARGIN_BYTES - 16 * MIB, "memory.max of /a")
+    ours.look()
+    assert reserve.look(program.id).ready == SIZE, "it is not worth while"
+    room = HostRoom(reserve.LEAST_ROOM_BYTES - 1, "memory.max of /a")
+    ours.look()
+    now = reserve.look(program.id)
+    assert 0 < now.ready < SIZE
+    assert program.rss() < SIZE
+    room = HostRoom(2 * GIB, "memory.max of /a")
+    ours.look()
+    assert reserve.look(program.id) == now, "for a while"
+    ours._not_before.clear()
+    ours.look()
+    assert reserve.look(program.id).ready == SIZE
+
+
 def test_it_ends_with_the_program(program: Program) -> None:
     ours = follower(program, SIZE)
     program.process.kill()

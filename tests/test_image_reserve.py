@@ -281,9 +281,10 @@ def test_it_stops_where_memory_is_short(start_program: Start, uvm: Path, monkeyp
 # Bad days.
 
 
-def test_a_limited_address_space_is_left_alone(start_program: Start, uvm: Path) -> None:
+@pytest.mark.parametrize("limit", ["as", "data"])
+def test_a_limited_address_space_is_left_alone(start_program: Start, uvm: Path, limit: str) -> None:
     program = begin(start_program, uvm, nbytes=0)
-    program.ask(f"rlimit as {1 << 42}")
+    program.ask(f"rlimit {limit} {1 << 42}")
     assert "ulimit" in reserve.order(program.id, SIZE).why
     assert suspend(program)[1] == 0
 

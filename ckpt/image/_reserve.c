@@ -123,9 +123,12 @@ static long keep_apart(uintptr_t from, size_t nbytes)
 
 static long map(void)
 {
-    struct rlimit space = {0, 0};
-    if (quietly(SYS_prlimit64, 0, RLIMIT_AS, 0, (long)&space) < 0 || space.rlim_cur != RLIM_INFINITY)
-        return -EDQUOT; /* what is mapped here the program could not map */
+    static const int limits[] = {RLIMIT_AS, RLIMIT_DATA};
+    for (unsigned i = 0; i < sizeof limits / sizeof limits[0]; i++) {
+        struct rlimit space = {0, 0};
+        if (quietly(SYS_prlimit64, 0, limits[i], 0, (long)&space) < 0 || space.rlim_cur != RLIM_INFINITY)
+            return -EDQUOT; /* what is mapped here the program could not map */
+    }
     long found = quietly6(SYS_mmap, 0, (long)(AREA + HUGE_PAGE), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found < 0 && found > -4096)
         return found;

@@ -27,6 +27,8 @@ AUTO, FIXED = "auto", "fixed"
 
 #: What must stay available besides, by each limit, in bytes.
 MARGIN_BYTES = GIB
+#: Where less than this is left, what is only kept ready is given back, until the margin is there again.
+LEAST_ROOM_BYTES = MARGIN_BYTES // 2
 STEP_BYTES = 256 * MIB
 #: An image is about 10 MiB larger than what the process holds on its GPUs (benchmarks/results/driver-facts.json).
 MORE_BYTES = 32 * MIB
@@ -125,6 +127,12 @@ def order(
                 return Outcome(ready(), "the time for it is over")
 
 
+def too_much(process: ProcessId, root: Path = host.ROOT) -> int:
+    """How many of the bytes that are ready should be given back, as memory got short by some limit."""
+    room = host.host_room(process.pid, root).available_bytes
+    return max(0, MARGIN_BYTES - room) if room < LEAST_ROOM_BYTES else 0
+
+
 def _filled(found: keeper.Keeper, wanted: int) -> str:
     """Wait until that much is there. Returns why it is not."""
     last, until = -1, time.monotonic() + STALLED_S
@@ -155,5 +163,5 @@ def _words(error: int) -> str:
     if error == errno.EBUSY:
         return "it is suspended, or about to be"
     if error == errno.EDQUOT:
-        return "its address space is limited (ulimit -v)"
+        return "its address space is limited (ulimit -v or -d)"
     return os.strerror(error)
