@@ -39,6 +39,7 @@ class Server:
         self.world = SimulatedWorldDir(os.environ["GPUCKPT_SIMULATE"])
         self.log = open(options.log, "a", buffering=1)  # noqa: SIM115 - for as long as it lives
         self.sleeping = False
+        self.reloads = False  # its weights are gone since a sleep of level 2, until they are loaded again
         self.wakes = 0
         self.running = 0
         self.served = 0
@@ -151,7 +152,7 @@ class Server:
             )
         if not body.get("stream"):
             await asyncio.sleep(seconds)
-            golden = self.options.golden + held
+            golden = "nonsense" if self.reloads else self.options.golden + held
             if self.wakes >= self.options.forgets_at and body.get("model") in self.options.forgets:
                 golden = f"not {golden}"
             return web.json_response({"id": body.get("id"), "choices": [{"text": golden}], "served": self.served})
@@ -186,6 +187,7 @@ class Server:
             return web.Response()
         if not self.sleeping:
             self._take(-self.options.sleep_frees)
+        self.reloads |= request.query["level"] == "2"
         self.sleeping = True
         return web.Response()
 
@@ -202,6 +204,12 @@ class Server:
         self.wakes += 1
         self.note("woken")
         return web.Response()
+
+    async def collective_rpc(self, request: web.Request) -> web.StreamResponse:
+        method = (await request.json())["method"]
+        self.note("collective_rpc", method=method)
+        self.reloads &= method != "reload_weights"
+        return web.json_response({"results": [None]})
 
     async def is_sleeping(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"is_sleeping": self.sleeping})
@@ -261,7 +269,12 @@ async def main() -> None:
             web.get("/version", server.models),
             web.get("/load", server.models),
             *(
-                [web.post("/sleep", server.in_turn), web.post("/wake_up", server.in_turn), web.get("/is_sleeping", server.in_turn)]
+                [
+                    web.post("/sleep", server.in_turn),
+                    web.post("/wake_up", server.in_turn),
+                    web.get("/is_sleeping", server.in_turn),
+                    web.post("/collective_rpc", server.collective_rpc),
+                ]
                 if dev
                 else []
             ),

@@ -120,11 +120,21 @@ class Results:
         self.document: dict[str, Any] = {"name": name, "machine": machine(), "checks": {}}
 
     def earlier(self, key: str) -> list[dict[str, Any]]:
-        """The rows that an earlier run on a machine of this kind left in the result file: a short loan goes on where the last one ended."""
-        path = OUT / f"{self.name}.json"
-        before = json.loads(path.read_text()) if path.exists() else {}
+        """The rows that an earlier run on a machine of this kind left in the result file, which this one has from now on: a short loan goes on where
+        the last one ended."""
+        before = self._before()
         same = all(before.get("machine", {}).get(k) == self.document["machine"].get(k) for k in ("gpu", "driver", "thp", "simulated"))
-        return list(before.get(key, [])) if same else []
+        self.document[key] = list(before.get(key, [])) if same else []
+        return list(self.document[key])
+
+    def appended(self, key: str) -> list[dict[str, Any]]:
+        """The same of whatever machine: each row says which."""
+        self.document[key] = self._before().get(key, [])
+        return list(self.document[key])
+
+    def _before(self) -> dict[str, Any]:
+        path = OUT / f"{self.name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def check(self, what: str, ok: bool, seen: object = None) -> bool:
         """Whether *ok*. What failed once stays failed; what is asked again and holds is not said again."""

@@ -1,6 +1,6 @@
 """Stands in for the GPU in ``lab.py`` where ``GPUCKPT_SIMULATE`` is set: to try a script before it costs GPU time.
 
-A directory that is not there yet becomes a machine of two GPUs of 80 GiB (as many as ``$RANKS``, if that is more), at 50 GiB/s.
+A directory that is not there yet becomes a machine of two GPUs (as many as ``$RANKS``, if that is more) of 80 GiB (``$CARD_GIB``), at 50 GiB/s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpuckpt.driver.simulated import SimulatedDevices, SimulatedDriver
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 
 with contextlib.suppress(FileExistsError):
-    SimulatedWorldDir.create(os.environ["GPUCKPT_SIMULATE"], gpus=max(2, int(os.environ.get("RANKS", "2"))), seconds_per_gib=0.02)
+    SimulatedWorldDir.create(os.environ["GPUCKPT_SIMULATE"], gpus=max(2, int(os.environ.get("RANKS", "2"))), gib=float(os.environ.get("CARD_GIB", "80")), seconds_per_gib=0.02)
     proc = Path(os.environ["GPUCKPT_SIMULATE"], "root/proc")
     proc.mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: {512 << 20} kB\nMemAvailable: {256 << 20} kB\n")

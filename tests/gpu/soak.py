@@ -4,7 +4,7 @@ usage: LIMIT_S=600 soak.py MODEL [ITERATIONS] [-- VLLM ARGS]        LEVEL2=1: ev
 
 One `vllm serve`, 64 to 256 requests at once in each iteration. In turn: a suspend between two bursts; in the middle of one; after the server's own sleep, woken up
 at once, weights first, or cache first. In every third another process fills at least 95 % of what was freed. Then three prompts must be answered as in iteration 0, to
-the bit of their logprobs. Each run of the script is a run of its own in soak.json, since only cycles of one uninterrupted process tell anything together.
+the bit of their logprobs. Each run of the script is a run of its own in soak.json, with its machine, since only cycles of one uninterrupted process tell anything together.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def iteration(i: int, server: Server, reference: Any) -> dict[str, Any]:
         row["sleep"] = sleep(level)
     code, down, wall = gpuckpt("suspend", server.pid)
     row |= {"suspend": code, "suspend_wall_s": wall, "suspended_gpu_mib": used_mib(), "suspend_error": down.get("error")}
-    if i % 3 == 1:
+    if i % 3 == i // len(KINDS) % 3:  # of each kind in turn
         row["freed_mib"], row["filled_mib"] = row["gpu_mib"] - row["suspended_gpu_mib"], fill()
     code, up, wall = gpuckpt("resume", server.pid, "--wait", "20s")
     row |= {"resume": code, "resume_wall_s": wall, "resume_error": up.get("error")}
@@ -183,7 +183,7 @@ def main() -> None:
     words = words[: words.index("--")] if "--" in words else words
     r, rounds = Results("soak"), Rounds(30)
     limit(r, 600)
-    runs, rows = r.earlier("runs"), []
+    runs, rows = r.appended("runs"), []
     empty = used_mib()
     server = Server(words[0], extra)
     try:
