@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -99,6 +100,16 @@ def call(backend: Backend, call: Call, **image: Any) -> dict[str, Any]:
         return answer
 
 
+def open_here(device: int, inode: int) -> list[int]:
+    """Our descriptors of that file."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.fstat(int(name))
+            found += [int(name)] if (status.st_dev, status.st_ino) == (device, inode) else []
+    return found
+
+
 def test_an_image_on_disk_from_checkpoint_to_restore(start_program: Start, tmp_path: Path) -> None:
     """All calls of callers, but the driver's, on a real process."""
     program = start_program()
@@ -117,6 +128,8 @@ def test_an_image_on_disk_from_checkpoint_to_restore(start_program: Start, tmp_p
     assert call(backend, Call.LOAD, **stored["image"])["image"] == {"loaded_bytes": SIZE}
     backend.found = program.look(backend.first, 0, SIZE)
     assert call(backend, Call.RESTORE)["result"] == "SUCCESS"
+    (still,) = open_here(*stored["image"]["inode"])  # or the process would wait for the removal of the file, locked
+    os.close(still)
     after = preload.described(program.id)
     assert (after["path"], after["dropped"], "no checkpoint" in after["why"]) == ("driver", False, True)
     with pytest.raises(Unavailable, match="no keeper"), keeper.of(program.id):

@@ -238,6 +238,8 @@ def serve(control: socket.socket, name: str) -> None:
             try:
                 reply.send(str(os.getpid()).encode())  # before the call: a controller that hears nothing knows that none was made
                 _serve(json.loads(data), reply, backend, problem)
+                for fd in fds[1:]:
+                    os.close(fd)  # the claims: to close what else is open may take its time
                 status = 0
             finally:
                 os._exit(status)
@@ -318,7 +320,7 @@ def _checkpoint(backend: Driver, process: ProcessId) -> None:
 def _restore(backend: Driver, process: ProcessId, request: dict[str, Any]) -> None:
     """Restore, unless the image is not whole in memory: whoever asks, and whatever their journal says."""
     from gpuckpt import errors
-    from gpuckpt.image import preload
+    from gpuckpt.image import keeper, preload
 
     if backend.image_dropped(process):
         raise errors.ImageUnreadable(
@@ -333,6 +335,7 @@ def _restore(backend: Driver, process: ProcessId, request: dict[str, Any]) -> No
         backend.restore(process.pid, request["gpu_map"], initialise=request["initialise"])
     if known:
         with contextlib.suppress(Exception):
+            keeper.open_held(process)  # until we end
             preload.forget(process)
 
 

@@ -195,6 +195,15 @@ def let_go(process: ProcessId) -> bool:
     return False
 
 
+def open_held(process: ProcessId) -> int | None:
+    """The file that the keeper holds, opened here too. Whoever closes a file without a name last waits for its removal, a second for some
+    GiB: that should be nobody who stands still. Never raises."""
+    with contextlib.suppress(Unavailable, Unanswered, OSError), of(process) as keeper:
+        if path := keeper.holds:
+            return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return None
+
+
 def dropped(process: ProcessId) -> bool:
     """Whether memory of the image of *process* was given back and has not all returned, or may be so any moment: it was asked for, and
     there was no answer. False where no library is, or we may not look."""
