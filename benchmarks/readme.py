@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tables
+import tables_image
 import tables_ranks
 from documents import ROOT, UNTESTED, machine, most, result, source
 
@@ -179,12 +180,13 @@ def comparison() -> str:
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"figures": figures, "comparison": comparison, "tested": tested},
     "docs/driver-path.md": {
-        "copies": tables.copies,
-        "side-by-side": tables.side_by_side,
-        "reserve": tables.reserve,
-        "preload-cost": tables.preload_cost,
+        "copies": tables_image.copies,
+        "side-by-side": tables_image.side_by_side,
+        "reserve": tables_image.reserve,
+        "preload-cost": tables_image.preload_cost,
+        "on-disk": tables_image.on_disk,
     },
-    "docs/figures.md": {"figures": tables.figures},
+    "docs/figures.md": {"figures": tables.figures, "soak": tables.soak},
     "docs/how-it-works.md": {"added": tables.added, "growth": tables.growth, "killed": tables.killed},
     "docs/multi-gpu.md": {"tensor-parallel": tables_ranks.tensor_parallel, "awake-cost": tables_ranks.awake_cost},
     "docs/pool.md": {"pool": tables.pool},

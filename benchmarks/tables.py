@@ -151,6 +151,44 @@ def growth() -> str:
     return "\n".join([*rows, "", f"({source('growth', DOCS)})", "", "![How the time grows](img/growth.svg)"])
 
 
+#: What a soak looks at, and in what.
+GROWTH = {
+    "gpu_mib": ("GPU", "MiB"),
+    "rss_mib": ("host memory", "MiB"),
+    "fds": ("descriptors", ""),
+    "probe_s": ("an answer", "s"),
+    "suspend_wall_s": ("suspend", "s"),
+    "resume_wall_s": ("resume", "s"),
+}
+
+
+def soak() -> str:
+    """Each uninterrupted run of a soak: what was asked and answered, and the slopes an iteration with their 95 % intervals."""
+    found = result("soak")
+    if found is None:
+        return "Not yet run on a GPU: [tests/gpu/soak.py](../tests/gpu/soak.py) does it."
+    rows = [
+        f"| a run | iterations | requests made, answered | the same answers | {' | '.join(w for w, _ in GROWTH.values())} |",
+        "|---|---|---|---|" + "---|" * len(GROWTH),
+    ]
+    for run in found["runs"]:
+        mine, slopes = run["rows"], run.get("slopes") or {}
+        made, answered = (sum(r[key] for r in mine) for key in ("requests", "answered"))
+        grew = [
+            f"{slopes[key]['per_step']:+.3f} ± {slopes[key]['plus_minus']:.3f} {unit}".rstrip() if key in slopes else "too short"
+            for key, (_, unit) in GROWTH.items()
+        ]
+        same = sum(r["same"] for r in mine)
+        rows.append(f"| {run['begun']} | {len(mine)} | {made:,}, {answered:,} | {same} of {len(mine)} | {' | '.join(grew)} |")
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"Growth an iteration, by least squares, with its 95 % interval; each run is one process without interruption ({source('soak', DOCS)}).",
+        ]
+    )
+
+
 def added() -> str:
     """What gpuckpt costs beside the driver's calls."""
     found = result("overhead")
@@ -215,69 +253,6 @@ def containers() -> str:
     rows = ["| gpuckpt, and the process | |", "|---|---|"]
     rows += [f"| {layout} | {outcome} |" for layout, outcome in found["layouts"].items()]
     return "\n".join([*rows, "", f"Driver {found['machine']['driver']} ({source('containers', DOCS)})."])
-
-
-def preload_cost() -> str:
-    """What the preload library costs a program that is awake."""
-    found = result("preload_cost")
-    if found is None:
-        return UNTESTED
-    pairs = found["mmap_and_munmap_us"]
-    rows = ["| awake, nothing announced; median | without | with |", "|---|---|---|"]
-    for name, what in (
-        ("small", "`mmap` and `munmap` of 64 KiB"),
-        ("large", "of 64 MiB, not populated"),
-        ("large_populated", "of 64 MiB, populated"),
-    ):
-        rows.append(f"| {what} | {pairs[name]['without']:,.2f} µs | {pairs[name]['with']:,.2f} µs |")
-    rows.append(f"| start and end of `/bin/true` | {found['start_ms']['without']:.2f} ms | {found['start_ms']['with']:.2f} ms |")
-    on = (
-        f"{found['rounds']} rounds in turn, on {found['cores']} cores without a GPU, Linux {found['kernel'].split('-')[0]}, {found['date']}"
-    )
-    return "\n".join([*rows, "", f"{on} ({source('preload_cost', DOCS)})."])
-
-
-def copies() -> str:
-    """What threads make of a checkpoint and of a restore."""
-    found = result("copies")
-    if found is None:
-        return UNTESTED
-    rows = ["| threads | checkpoint | of it getting the memory | restore |", "|---|---|---|---|"]
-    for c in sorted(found["cycles"], key=lambda c: c["threads"]):
-        rows.append(f"| {c['threads']} | {c['checkpoint_s']:.2f} s | {c['populate_s']:.2f} s | {c['restore_s']:.2f} s |")
-    on = f"A plain C program with {found['gib']} GiB, one process, one cycle each, same answers after each"
-    return "\n".join([*rows, "", f"{on} ({source('copies', DOCS)})."])
-
-
-def side_by_side() -> str:
-    """The driver as it is, and with the preload library."""
-    rows = [
-        "| | checkpoint | | restore | | cycles of each |",
-        "|---|---|---|---|---|---|",
-        "| | driver alone | with the library | driver alone | with the library | |",
-    ]
-    for kind, what in (("torch", "torch"), ("plain", "plain C program")):
-        if found := result(f"preload_{kind}"):
-            cycles, median = found[f"{kind}_cycles"]["with"], found[f"{kind}_median_s"]
-            gib = cycles[0]["library"]["images"][0]["mib"] / 1024
-            numbers = [f"{median[side][call]:.2f} s" for call in ("checkpoint", "restore") for side in ("without", "with")]
-            rows.append(f"| {what}, {gib:.1f} GiB ({source(f'preload_{kind}', DOCS)}) | {' | '.join(numbers)} | {len(cycles)} |")
-    return "\n".join(rows)
-
-
-def reserve() -> str:
-    """The driver as it is, with the preload library, and with memory kept ready for it."""
-    rows = ["| | driver alone | with the library | and memory kept ready | processes of each |", "|---|---|---|---|---|"]
-    for kind, what in (("plain", "plain C program"), ("torch", "torch")):
-        if found := result(f"reserve_{kind}"):
-            arms = found[f"{kind}_arms"]["reserve"]
-            gib = found[f"{kind}_reserve"][0]["asked_mib"] / 1024
-            for when in ("first", "later"):
-                median = found[f"{kind}_{when}_median_s"]
-                numbers = [f"{median[arm]['checkpoint']:.2f} / {median[arm]['restore']:.2f} s" for arm in ("without", "with", "reserve")]
-                name = f"{what}, {gib:.1f} GiB, {when} checkpoint / restore ({source(f'reserve_{kind}', DOCS)})"
-                rows.append(f"| {name} | {' | '.join(numbers)} | {len(arms)} |")
-    return "\n".join(rows)
 
 
 def pool() -> str:

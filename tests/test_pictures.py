@@ -20,6 +20,25 @@ assert list(ticks(8.6)) == [0, 5, 10, 15, 20] and ticks(0.019)[-1] == 0.02, tick
 """
 
 
+TELL = """
+import tables
+slopes = {k: {"per_step": 0.03, "plus_minus": 0.02} for k in tables.GROWTH}
+rows = [{"requests": 64, "answered": 63, "same": True}, {"requests": 256, "answered": 256, "same": False}]
+runs = [{"begun": "then", "rows": rows, "slopes": slopes}, {"begun": "cut short", "rows": rows[:1]}]
+tables.result = lambda name: {"runs": runs}
+print(tables.soak())
+tables.result = lambda name: None
+print(tables.soak())
+"""
+
+
+def test_a_soak_is_told_with_what_was_asked_and_its_intervals() -> None:
+    told = subprocess.run([sys.executable, "-B", "-c", TELL], cwd=BENCHMARKS, capture_output=True, text=True, check=True).stdout
+    assert "| then | 2 | 320, 319 | 1 of 2 | +0.030 ± 0.020 MiB |" in told
+    assert "| cut short | 1 | 64, 63 | 1 of 1 | too short |" in told
+    assert "Not yet run on a GPU" in told
+
+
 def test_growth_and_comparison() -> None:
     drawn = subprocess.run(
         [sys.executable, "-B", "-c", DRAW], cwd=BENCHMARKS, capture_output=True, text=True, check=True
