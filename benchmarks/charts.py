@@ -75,7 +75,8 @@ def comparison(document: Mapping[str, Any]) -> str:
     m = document["machine"]
     parts += [box(left, y, 12, 12, "driver"), text(left + 18, y + 11, "suspend", "small"), box(left + 90, y, 12, 12, "a")]
     parts += [text(left + 108, y + 11, "resume", "small")]
-    of = f"one torch process of {document['gib']:g} GiB each · {m.get('gpu', 'simulated')}, driver {m.get('driver', '–')}"
+    what = "one vllm serve" if document.get("name") == "comparison_vllm" else "one torch process each"
+    of = f"{what}, {document['gib']:g} GiB · {m.get('gpu', 'simulated')}, driver {m.get('driver', '–')}"
     parts.append(text(left + 170, y + 11, of, "small"))
     return svg(780, y + 26, "Ways off a GPU and back", parts)
 

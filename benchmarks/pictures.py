@@ -1,7 +1,7 @@
 """Draws docs/img/: pictures from benchmarks/results/, and one of a real run of the command line on simulated GPUs.
 
 usage: pictures.py             memory.svg from cycles.json, timeline.svg from preload_torch.json; ranks.svg from vllm_tp2.json once that has the seconds of each
-                               rank; rendezvous.svg, preload.svg, growth.svg, comparison.svg and two_models.svg (run_two_models.json) from the
+                               rank; rendezvous.svg, preload.svg, growth.svg, comparison.svg, comparison_vllm.svg and two_models.svg (run_two_models.json) from the
                                results of their names where there are some; and architecture.svg
        pictures.py --check     exit 1 if they are not what the result file says
        pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
@@ -252,6 +252,7 @@ def drawings() -> dict[str, str]:
         ("preload.svg", preload, "preload_torch"),
         ("growth.svg", growth, "growth"),
         ("comparison.svg", comparison, "comparison" if (RESULTS / "comparison.json").exists() else "comparison_48"),
+        ("comparison_vllm.svg", comparison, "comparison_vllm"),
         ("ranks.svg", ranks, "vllm_tp2"),
         ("two_models.svg", two_models, "run_two_models"),
     ):

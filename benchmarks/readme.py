@@ -112,6 +112,7 @@ def tested() -> str:
         ("awake_cost", "`vllm serve -tp 2` awake, with what makes it suspendable and without"),
         ("what_stays", "what stays on the GPU, by class, after each way to empty it"),
         ("comparison_48", "48 GiB by the pool, by the driver, by torch_memory_saver and the driver"),
+        ("comparison_vllm", "one `vllm serve` by the driver, by vLLM's sleep, by gpuckpt, in turn"),
         ("ranks_bad_days", "kill -9 of gpuckpt anywhere in a suspend and a resume of two ranks, then `recover`"),
         ("ranks_bad_days_deaths", "a rank that dies in the communicators' suspend, locked, in a checkpoint, while suspended"),
         ("ranks_bad_days_deaths_late", "a rank that dies in a restore, in the way back of its communicators"),
@@ -158,9 +159,22 @@ def comparison() -> str:
     found = result("comparison") or result("comparison_48")
     if found is None:
         return "Not yet measured side by side: [tests/gpu/comparison.py](tests/gpu/comparison.py) does it in one run."
-    rows = [
-        "| one torch process of its own each; seconds | suspend, first / later | resume, first / later | left on the GPU | host memory | same answers |"
-    ]
+    lines = [compared(found, "one torch process of its own each"), "", "![Ways off a GPU and back](docs/img/comparison.svg)", ""]
+    if server := result("comparison_vllm"):
+        lines += [
+            compared(server, "one `vllm serve` by each in turn"),
+            "",
+            "![Ways off a GPU and back, of a server](docs/img/comparison_vllm.svg)",
+        ]
+    else:
+        lines.append(
+            "The same with vLLM's sleep, of one server, is not yet measured: [tests/gpu/comparison_vllm.py](tests/gpu/comparison_vllm.py) does it."
+        )
+    return "\n".join(lines)
+
+
+def compared(found: dict[str, Any], what: str) -> str:
+    rows = [f"| {what}; seconds | suspend, first / later | resume, first / later | left on the GPU | host memory | same answers |"]
     rows.append("|---|---|---|---|---|---|")
     # The processes are of one making. When one came after another NVML may still have counted that.
     held = max(r["held_mib"] for r in found["rows"])
@@ -174,7 +188,23 @@ def comparison() -> str:
     absent = f" Not there: {', '.join(found['not_there'])}." if found["not_there"] else ""
     m = found["machine"]
     rows += ["", f"{found['gib']:g} GiB, {m['gpu']}, driver {m['driver']}, {m['date']} ({source(found['name'])}).{absent}"]
-    return "\n".join([*rows, "", "![Ways off a GPU and back](docs/img/comparison.svg)"])
+    return "\n".join([*rows, "", quicker(found["summary"])])
+
+
+def quicker(summary: dict[str, dict[str, Any]]) -> str:
+    """Where another tool is better: later suspends and resumes that take less time than the best of gpuckpt's, and what they leave."""
+    ours = [f for tool, f in summary.items() if tool.startswith("gpuckpt")]
+    if not ours:
+        return ""
+    words = []
+    for command in ("suspend", "resume"):
+        best = min(f[f"later_{command}_s"] for f in ours)
+        words += [
+            f"{tool} ({command}: {f[f'later_{command}_s']:.2f} s beside {best:.2f}; it leaves {f['left_mib']:,} MiB)"
+            for tool, f in summary.items()
+            if not tool.startswith("gpuckpt") and f[f"later_{command}_s"] < best
+        ]
+    return f"Quicker than the best of gpuckpt here: {'; '.join(words) or 'none of the others'}."
 
 
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {

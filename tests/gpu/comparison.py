@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from lab import SIMULATED, Results, Rounds, Target, calls, free_mib, gpuckpt, left_s, limit, used_mib, wait_for
+from lab import SIMULATED, Results, Rounds, Target, calls, free_mib, gpuckpt, left_s, limit, summary, used_mib, wait_for
 
 from gpuckpt.image import preload
 
@@ -93,25 +92,6 @@ def turn(name: str, t: Target) -> dict[str, Any]:
         row["parts_s"] = [parts.pop(0) for _ in range(len(parts))]
     row |= {"resume_s": round(up_s, 4), "resume_error": up_error, "same": t.same(), "rss_grew_mib": t.rss_mib() - rss}
     return row
-
-
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """First and later times of each, what each left of what its process held, and the host memory that it took."""
-    found = {}
-    for name in dict.fromkeys(x["tool"] for x in rows):
-        mine = [x for x in rows if x["tool"] == name]
-        later = mine[1:] or mine
-        median = {k: round(statistics.median(x[k] for x in later), 3) for k in ("suspend_s", "resume_s", "host_mib")}
-        found[name] = {
-            **{f"first_{k}": mine[0][k] for k in ("suspend_s", "resume_s")},
-            **{f"later_{k}": median[k] for k in ("suspend_s", "resume_s")},
-            "held_mib": mine[0]["held_mib"],
-            "left_mib": max(0, *(x["held_mib"] - x["freed_mib"] for x in mine)),
-            "host_mib": median["host_mib"],
-            "same": sum(x["same"] for x in mine),
-            "rounds": len(mine),
-        }
-    return found
 
 
 r = Results("comparison" if len(sys.argv) < 4 else f"comparison_{gib:g}")

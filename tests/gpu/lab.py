@@ -7,6 +7,7 @@ import os
 import platform
 import select
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -351,6 +352,25 @@ def state(pid: int) -> str:
         return subprocess.run([sys.executable, "-c", code, str(pid)], capture_output=True, text=True, timeout=20).stdout.strip()
     except subprocess.TimeoutExpired:
         return "HUNG"
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the rows of a comparison: first and later times of each tool, what each left of what its process held, and the host memory that it took."""
+    found = {}
+    for name in dict.fromkeys(x["tool"] for x in rows):
+        mine = [x for x in rows if x["tool"] == name]
+        later = mine[1:] or mine
+        median = {k: round(statistics.median(x[k] for x in later), 3) for k in ("suspend_s", "resume_s", "host_mib")}
+        found[name] = {
+            **{f"first_{k}": mine[0][k] for k in ("suspend_s", "resume_s")},
+            **{f"later_{k}": median[k] for k in ("suspend_s", "resume_s")},
+            "held_mib": mine[0]["held_mib"],
+            "left_mib": max(0, *(x["held_mib"] - x["freed_mib"] for x in mine)),
+            "host_mib": median["host_mib"],
+            "same": sum(x["same"] for x in mine),
+            "rounds": len(mine),
+        }
+    return found
 
 
 #: Two-sided 95 % of Student's t, by degrees of freedom.

@@ -52,12 +52,13 @@ def ask(path: str, data: object = None, within_s: float = 180.0) -> tuple[int, A
 class Server:
     """`vllm serve`, or the fake one."""
 
-    def __init__(self, model: str, extra: list[str]) -> None:
+    def __init__(self, model: str, extra: list[str], before: list[str] | None = None, **environ: str) -> None:
         words = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *load_format(model), "--served-model-name", "m"]
         words += ["--max-model-len", "4096", "--enable-sleep-mode", *extra]
         if SIMULATED:
             words = [sys.executable, str(HERE.parent / "fake_vllm.py"), "serve", model, "--log", str(OUT / "fake.log"), *extra]
-        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1"}
+        words = [*(before or []), *words]
+        env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", **environ}
         with open(OUT / "soak_vllm.log", "w") as log:
             self.p = subprocess.Popen(
                 [*words, "--host", "127.0.0.1", "--port", str(PORT)],
