@@ -210,8 +210,8 @@ def test_a_program_that_ends_while_it_is_looked_at(
     """Its memory reads as empty from then on, without an error."""
     find = page._find
 
-    def found_then_killed(memory: int, pid: int) -> int:
-        at = find(memory, pid)
+    def found_then_killed(memory: int, pid: int, any_version: bool) -> int:
+        at = find(memory, pid, any_version)
         program.process.kill()
         program.process.wait()
         return at

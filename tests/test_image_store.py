@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from gpuckpt import errors, keeping
-from gpuckpt.image import file, keeper, memory, preload
+from gpuckpt.driver.cuda import CudaDriver
+from gpuckpt.image import file, keeper, memory, page, preload
 from gpuckpt.image.file import Region
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, Outcome, ProcessId
@@ -46,6 +47,23 @@ def test_whatever_the_library_is_told_meanwhile(suspended: Suspended) -> None:
     preload.forget(suspended.program.id)
     with pytest.raises(memory.Unavailable, match="on disk"):
         suspended.program.announce()
+    suspended.call(Call.LOAD)
+    assert suspended.whole()
+
+
+def test_gpuckpt_is_upgraded_while_an_image_is_on_disk(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older library is asked nothing any more; but whether the memory is whole it tells, or a restore would lose the process."""
+    process = suspended.program.id
+    suspended.spec = suspended.call(Call.STORE)
+    monkeypatch.setattr(page, "_VERSION", 99)
+    assert not CudaDriver.image_dropped(Any, process), "it is in memory"  # type: ignore[arg-type]
+    monkeypatch.undo()
+    suspended.call(Call.DROP)
+    monkeypatch.setattr(page, "_VERSION", 99)
+    assert CudaDriver.image_dropped(Any, process)  # type: ignore[arg-type]
+    with pytest.raises(memory.Unavailable, match="another gpuckpt"):
+        suspended.call(Call.LOAD)
+    monkeypatch.undo()
     suspended.call(Call.LOAD)
     assert suspended.whole()
 

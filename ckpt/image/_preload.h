@@ -80,7 +80,8 @@ enum request {
     RESERVE, /* have `from` bytes ready, `to`: or as many as the last image took; 0 and 0: give all back */
 };
 
-/* Read and written from outside by gpuckpt/image/page.py, which has the same layout: change `version` with it. */
+/* Read and written from outside by gpuckpt/image/page.py, which has the same layout: change `version` with it. Magic, version and state, and
+ * all from `keeper` to `request`, stay where they are: a gpuckpt of another version must know whether an image is whole. */
 extern struct page {
     char magic[16];
     uint32_t version;

@@ -207,7 +207,7 @@ def open_held(process: ProcessId) -> int | None:
 def dropped(process: ProcessId) -> bool:
     """Whether memory of the image of *process* was given back and has not all returned, or may be so any moment: it was asked for, and
     there was no answer. False where no library is, or we may not look."""
-    with contextlib.suppress(Unavailable), page.opened(process) as (memory, at):
+    with contextlib.suppress(Unavailable), page.opened(process, any_version=True) as (memory, at):
         words = page.read(memory, page.KEEPER, at + page.KEEPER_AT)
         if words[6]:
             return True
@@ -215,12 +215,12 @@ def dropped(process: ProcessId) -> bool:
         request, *_ = page.read(memory, page.REQUEST, at + page.REQUEST_AT)
         if not words[0] or asked == words[4] or request != Request.DROP:
             return False
-        with of(process) as keeper:
-            try:
+        try:
+            with of(process) as keeper:
                 keeper.settle()
-            except (Unanswered, OSError):
-                return True
-            return keeper.dropped
+                return keeper.dropped
+        except (Unavailable, Unanswered, OSError):
+            return True
     return False
 
 

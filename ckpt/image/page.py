@@ -49,6 +49,7 @@ PAGE_BYTES = RESERVE_AT + RESERVE.size
 
 _MAGIC = b"gpuckpt-preload\0"
 _VERSION = 4
+_FIRST_VERSION = 4  # from which on HEAD, KEEPER, ASKED and the beginning of REQUEST are where they are: a process may outlive a gpuckpt
 _READY, _OFF = 1, 2
 _ALIGNMENT = 64
 _MOST_DATA_BYTES = 1 << 16  # what a program maps under our name is its own affair, and may be large
@@ -62,8 +63,9 @@ class Unavailable(Exception):
 
 
 @contextlib.contextmanager
-def opened(process: ProcessId) -> Iterator[tuple[int, int]]:
-    """The memory of *process*, opened, and where in it the library's page begins.
+def opened(process: ProcessId, *, any_version: bool = False) -> Iterator[tuple[int, int]]:
+    """The memory of *process*, opened, and where in it the library's page begins. *any_version*: of a library of another gpuckpt, too, of
+    which is known what ``KEEPER`` has, whether an image is whole above all, and the request.
 
     Raises:
         Unavailable: *process* is gone, has no library, or we may not look.
@@ -75,7 +77,7 @@ def opened(process: ProcessId) -> Iterator[tuple[int, int]]:
     try:
         if not processes.is_same(process):  # asked when its memory was open already: a pid that is reused later does no harm
             raise Unavailable(f"pid {process.pid} is gone")
-        yield memory, _find(memory, process.pid)
+        yield memory, _find(memory, process.pid, any_version)
     except OSError as error:
         raise Unavailable(f"the memory of pid {process.pid} cannot be used ({error.strerror})") from error
     finally:
@@ -115,8 +117,8 @@ def inside(pid: int, tid: int) -> int:
     return int(found[1])
 
 
-def _find(memory: int, pid: int) -> int:
-    """The address of a page that is of our version, and ready."""
+def _find(memory: int, pid: int, any_version: bool) -> int:
+    """The address of a page that is of our version, or of any, and ready."""
     found = False
     for start, end, permissions, path in mappings(pid):
         if permissions == b"rw-p" and Path(os.fsdecode(path)).name.startswith(NAME):
@@ -125,7 +127,7 @@ def _find(memory: int, pid: int) -> int:
             for at in range(0, len(content) - PAGE_BYTES + 1, _ALIGNMENT):
                 if content.startswith(_MAGIC, at):
                     _, version, state = HEAD.unpack_from(content, at)
-                    if version != _VERSION:
+                    if version != _VERSION and not (any_version and version >= _FIRST_VERSION):
                         raise Unavailable(f"pid {pid} was started with the preload library of another gpuckpt (version {version})")
                     if state != _READY:
                         raise Unavailable(f"{VARIABLE}=0 in pid {pid}" if state == _OFF else f"pid {pid} is just starting")
