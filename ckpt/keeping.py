@@ -140,11 +140,13 @@ def load(walk: Walk, processes: Iterable[ProcessId]) -> list[Failure]:
     """Bring the images of *processes* back into memory, where they are not. Failures name those that stay on disk. One that has ended is
     a failure only if nobody of the group is left."""
     assert walk.record is not None
-    wanted = {}
+    wanted: dict[ProcessId, Mapping[str, Any]] = {}
     for process in processes:
         member = walk.record.member(process)
         if member is not None and member.image is not None and "inode" in member.image:
             wanted[process] = member.image
+        elif walk.world.image(process).get("dropped"):
+            wanted[process] = {}  # this journal does not say where: the process may hold it
     return _without_the_dead(walk, _calls(walk, Call.LOAD, wanted)[1]) if wanted else []
 
 

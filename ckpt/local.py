@@ -300,7 +300,9 @@ class LocalWorld:
             return max(0, sum(g.nbytes or 0 for g in member.gpus) - sum((member.moved or {}).values()))
         if member and member.image and "nbytes" in member.image:
             return int(member.image["nbytes"])  # it may be on disk, and its mapping empty
-        return self.devices.image_bytes(process.pid) if processes.is_same(process) else 0
+        if not processes.is_same(process):
+            return 0
+        return max(self.devices.image_bytes(process.pid), int(self.image(process).get("bytes", 0)))
 
     def image(self, process: ProcessId) -> Mapping[str, Any]:
         return self.devices.image(process) if processes.is_same(process) else {}

@@ -121,6 +121,7 @@ def test_an_image_on_disk_from_checkpoint_to_restore(start_program: Start, tmp_p
     stored = call(backend, Call.STORE, directory=str(tmp_path), operation="ab")
     assert (stored["result"], stored["image"]["nbytes"]) == ("SUCCESS", SIZE)
     assert call(backend, Call.DROP, **stored["image"])["result"] == "SUCCESS"
+    assert preload.described(program.id)["bytes"] == SIZE, "by which a resume without a journal knows what room it takes"
     refused = call(backend, Call.RESTORE)
     assert refused["result"] == "gpuckpt:image-unreadable"
     assert call(backend, Call.CHECKPOINT)["result"] == "SUCCESS", "of a driver that allows it twice"

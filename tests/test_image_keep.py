@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -315,8 +316,20 @@ def test_no_memory_for_it_now(machine: Machine, target: Target, place: Path) -> 
     assert target.unharmed()
 
 
+def test_a_journal_that_is_lost_or_anothers(machine: Machine, target: Target, place: Path) -> None:
+    """Nobody knows of the file but the process, which holds it: that is enough."""
+    assert keep(machine, target, place).code == 0
+    shutil.rmtree(machine.state_dir)
+    back = machine.gpuckpt("resume", target.pid)
+    assert (back.code, process(back)["state"]) == (0, "running"), back
+    assert target.unharmed()
+    assert not dropped(machine)
+    assert not any((machine.world.path / "kept").glob("*/held"))
+
+
 def test_no_restore_without_its_image_whoever_asks(machine: Machine, target: Target, place: Path, tmp_path: Path) -> None:
-    """Another journal knows nothing of the file: a restore would lose the process."""
+    """Another journal knows nothing of a file that the process does not hold: a restore would lose it."""
+    machine.world.add_fault("link", result="EXDEV")
     assert keep(machine, target, place).code == 0
     refused = machine.gpuckpt("resume", target.pid, GPUCKPT_STATE_DIR=str(tmp_path / "another"))
     assert (refused.code, refused.error["code"]) == (3, "image-unreadable")

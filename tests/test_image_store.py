@@ -68,6 +68,18 @@ def test_gpuckpt_is_upgraded_while_an_image_is_on_disk(suspended: Suspended, mon
     assert suspended.whole()
 
 
+def test_by_what_the_process_holds_where_no_journal_tells(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:
+    suspended.keep()
+    suspended.spec = {}
+    with monkeypatch.context() as nothing_held:
+        nothing_held.setattr(keeper.Keeper, "holds", None)
+        with pytest.raises(errors.ImageUnreadable, match="does not say where") as caught:
+            suspended.call(Call.LOAD)
+    assert "GPUCKPT_STATE_DIR" in caught.value.hint
+    assert suspended.call(Call.LOAD) == {"loaded_bytes": NBYTES}
+    assert suspended.whole()
+
+
 def test_again_and_again(suspended: Suspended) -> None:
     for _ in range(2):
         suspended.keep()

@@ -319,15 +319,12 @@ def _checkpoint(backend: Driver, process: ProcessId) -> None:
 
 def _restore(backend: Driver, process: ProcessId, request: dict[str, Any]) -> None:
     """Restore, unless the image is not whole in memory: whoever asks, and whatever their journal says."""
-    from gpuckpt import errors
     from gpuckpt.image import keeper, preload
 
     if backend.image_dropped(process):
-        raise errors.ImageUnreadable(
-            f"the image of pid {process} is on disk, and this journal does not say where; nothing was restored, it stays suspended",
-            hint="resume it as the user and with the GPUCKPT_STATE_DIR that it was suspended with",
-            pid=process.pid,
-        )
+        from gpuckpt.image import store
+
+        raise store.unknown(process)
     with contextlib.ExitStack() as announced:
         if known := preload.loaded(process.pid):
             with contextlib.suppress(Exception):

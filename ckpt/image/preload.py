@@ -243,13 +243,14 @@ def refuse_missing(process: ProcessId) -> None:
 def described(process: ProcessId) -> dict[str, Any]:
     """How the image of a checkpointed *process* was made, for a report: by the driver alone, and ``why``, or with the library's help
     (``path``), which took ``populate_s``, ``threads`` and ``huge_pages``, how much of it ``copy_threads`` threads copied, and how much was
-    ready before; and whether memory of it was given back (``dropped``)."""
+    ready before; its ``bytes``, where the library saw it made; and whether memory of it was given back (``dropped``)."""
     try:
         seen = result(process)
     except Unavailable as error:
         return {"path": paths.DRIVER, "why": str(error), "dropped": False}
+    nbytes = sum(i.nbytes for i in seen.images)
     if why := seen.why_not():
-        return {"path": paths.DRIVER, "why": why, "dropped": keeper.dropped(process)}
+        return {"path": paths.DRIVER, "why": why, "bytes": nbytes, "dropped": keeper.dropped(process)}
     return {
         "path": paths.PRELOAD,
         "populate_s": round(seen.populate_s, 4),
@@ -258,6 +259,7 @@ def described(process: ProcessId) -> dict[str, Any]:
         "copied_bytes": seen.copied,
         "copy_threads": seen.copy_threads,
         "from_reserve_bytes": seen.from_reserve,
+        "bytes": nbytes,
         "dropped": keeper.dropped(process),
     }
 

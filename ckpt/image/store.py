@@ -114,7 +114,8 @@ def drop(memory: Memory, process: ProcessId, spec: Mapping[str, Any]) -> dict[st
 
 
 def load(memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Callable[[], None]) -> dict[str, Any]:
-    """Bring the image back into memory; does nothing where all of it is there.
+    """Bring the image back into memory; does nothing where all of it is there. *spec*: what :func:`write` gave; {} where that is lost: then
+    it is the file that the process holds.
 
     Raises:
         errors.HostMemory: there is no room for it. errors.ImageUnreadable: the file cannot be read, or is not what was written.
@@ -126,6 +127,8 @@ def load(memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Cal
         memory.settle()  # a drop that was asked for before a stop acts now, or never
         if not memory.dropped:
             return {"loaded_bytes": 0}
+        if not spec and memory.holds is None:
+            raise unknown(process)
         with _opened(memory, spec) as fd:
             header = _header(fd, process, spec)
             regions = [Region(*r) for r in header["regions"]]
@@ -149,13 +152,22 @@ def load(memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Cal
         if not isinstance(error, OSError | Unavailable | Unanswered | Corrupted):
             raise
         raise errors.ImageUnreadable(
-            f"the image of pid {process} cannot be brought back from {spec['path']}: {_words(error)}. Nothing was restored; it stays "
-            "suspended, its image where it was",
+            f"the image of pid {process} cannot be brought back from {spec.get('path', 'the file that it holds')}: {_words(error)}. "
+            "Nothing was restored; it stays suspended, its image where it was",
             hint=f"when that is mended: gpuckpt resume {process}",
             pid=process.pid,
             step=str(Call.LOAD),
         ) from error
     return {"loaded_bytes": sum(r.nbytes for r in regions)}
+
+
+def unknown(process: ProcessId) -> errors.ImageUnreadable:
+    return errors.ImageUnreadable(
+        f"the image of pid {process} is on disk, and this journal does not say where; nothing was restored, it stays suspended",
+        hint="resume it as the user and with the GPUCKPT_STATE_DIR that it was suspended with",
+        pid=process.pid,
+        step=str(Call.LOAD),
+    )
 
 
 def not_stored(process: ProcessId, directory: Path, error: Exception) -> errors.GpuckptError:
@@ -186,9 +198,10 @@ def _ranges(regions: list[Region]) -> Iterator[Region]:
 @contextlib.contextmanager
 def _opened(memory: Memory, spec: Mapping[str, Any]) -> Iterator[int]:
     """The file, as the process holds it, else by its name."""
-    path = memory.holds or Path(spec["path"])
-    status = os.stat(path) if memory.holds else os.lstat(path)
-    if not stat.S_ISREG(status.st_mode) or [status.st_dev, status.st_ino] != list(spec["inode"]):
+    held = memory.holds
+    path = held or Path(spec["path"])
+    status = os.stat(path) if held else os.lstat(path)
+    if not stat.S_ISREG(status.st_mode) or (spec and [status.st_dev, status.st_ino] != list(spec["inode"])):
         raise Corrupted("it is not the file that was written")
     with file.directly(path, os.O_RDONLY) as fd:
         yield fd
@@ -196,7 +209,7 @@ def _opened(memory: Memory, spec: Mapping[str, Any]) -> Iterator[int]:
 
 def _header(fd: int, process: ProcessId, spec: Mapping[str, Any]) -> dict[str, Any]:
     header: dict[str, Any] = file.header(fd)
-    if header["process"] != [process.pid, process.start_ticks] or header["operation"] != spec["operation"]:
+    if header["process"] != [process.pid, process.start_ticks] or (spec and header["operation"] != spec["operation"]):
         raise Corrupted("it is the image of another process")
     return header
 
