@@ -95,6 +95,9 @@ def start(nbytes: int | None, environ: Mapping[str, str] = os.environ) -> None:
     us = processes.read(os.getpid())
     if us is None:
         return
+    if us.pid == 1:
+        _start_unheard([str(us.pid), str(us.start_ticks), reserve.AUTO if nbytes is None else str(nbytes)])
+        return
     words = [
         sys.executable,
         "-P",
@@ -121,9 +124,27 @@ def start(nbytes: int | None, environ: Mapping[str, str] = os.environ) -> None:
             os._exit(0)
 
 
-def main() -> None:
+def _start_unheard(words: list[str]) -> None:
+    """From the first process of a pid namespace, which becomes the parent of all who lose theirs. A child that was made without a signal
+    for its end is none that a wait finds, as long as it executes no other program."""
+    import ctypes  # needed here alone
+
+    number = {"x86_64": 56, "aarch64": 220}.get(os.uname().machine)
+    if number is None or ctypes.CDLL(None).syscall(number, 0, 0, 0, 0, 0) != 0:
+        return
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        os.closerange(3, 1 << 16)
+        main(*words)
+    finally:
+        os._exit(0)
+
+
+def main(pid: str, start_ticks: str, amount: str) -> None:
     os.chdir("/")
-    pid, start_ticks, amount = sys.argv[1:]
     root = ProcessId(int(pid), int(start_ticks))
     found = early.devices()
 
@@ -146,4 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

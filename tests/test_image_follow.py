@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +85,39 @@ def test_of_many_programs_only_those_that_use_a_gpu(image_folder: Path, uvm: Pat
     assert shell.returncode == 7
     assert "32 MiB of host memory are kept ready in each process that uses a GPU" in said
     eventually(lambda: not followers(shell.pid), "it ends with the program")
+
+
+IN_A_CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+WAITS = "import os\ntry:\n    os.wait()\nexcept ChildProcessError:\n    print('has no child')"
+
+
+def test_as_the_first_process_of_a_container(image_folder: Path, uvm: Path) -> None:
+    """Whoever has lost its parent is a child of the first process: one that waits for all of its children would wait for ever."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a pid namespace")
+    words = [*IN_A_CONTAINER, COMMAND, "exec", "--reserve", "32MiB", "--"]
+    waited = subprocess.run([*words, sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=30, check=True)
+    assert waited.stdout == "has no child\n"
+    with subprocess.Popen(
+        [*words, "./program"],
+        cwd=image_folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env={**os.environ, "LD_LIBRARY_PATH": str(image_folder)},
+    ) as container:
+        assert container.stdin is not None
+        assert container.stdout is not None
+        assert container.stdout.readline().split()[0] == "1"
+        (first,) = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+        print(f"gpu {uvm}", file=container.stdin)
+        assert container.stdout.readline() == "0\n"
+        ours = identity(int(first))
+        assert eventually(lambda: kept(ours) == SIZE, "it is ready")
+        container.communicate()
+    assert container.returncode == 0
 
 
 def identity(pid: int) -> ProcessId:
