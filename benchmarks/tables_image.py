@@ -52,7 +52,23 @@ def side_by_side() -> str:
             gib = cycles[0]["library"]["images"][0]["mib"] / 1024
             numbers = [f"{median[side][call]:.2f} s" for call in ("checkpoint", "restore") for side in ("without", "with")]
             rows.append(f"| {what}, {gib:.1f} GiB ({source(f'preload_{kind}', DOCS)}) | {' | '.join(numbers)} | {len(cycles)} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, *_of_a_server()])
+
+
+def _of_a_server() -> list[str]:
+    """The same of one `vllm serve`, in turn: its library is told of nothing, or of all."""
+    found = result("vllm_sleep_exec")
+    cycles = [c for c in found["cycles"] if c.get("resume") == 0] if found else []
+    sides = [[c for c in cycles if c["method"] == method] for method in ("alone", "driver")]
+    if not all(sides):
+        return ["", "Of a `vllm serve` of 44 GiB: not yet measured side by side (`EXEC=1` [vllm_sleep.py](../tests/gpu/vllm_sleep.py))."]
+    numbers = [
+        f"{statistics.median(c[way][call] for c in side):.2f} s"
+        for way, call in (("down", "checkpoint"), ("up", "restore"))
+        for side in sides
+    ]
+    gib = max(c["gpu_mib"] for c in cycles) / 1024
+    return [f"| `vllm serve`, {gib:.1f} GiB ({source('vllm_sleep_exec', DOCS)}) | {' | '.join(numbers)} | {min(map(len, sides))} |"]
 
 
 def reserve() -> str:

@@ -39,6 +39,22 @@ def test_a_soak_is_told_with_what_was_asked_and_its_intervals() -> None:
     assert "Not yet run on a GPU" in told
 
 
+SIDES = """
+import tables_image
+cycles = [{"method": m, "resume": 0, "gpu_mib": 45056, "down": {"checkpoint": s}, "up": {"restore": s / 2}}
+          for m, s in (("alone", 30), ("driver", 4), ("auto", 1))]
+found = {"vllm_sleep_exec": {"cycles": cycles}}
+tables_image.result = found.get
+print(tables_image.side_by_side())
+"""
+
+
+def test_a_server_with_the_library_and_without() -> None:
+    told = subprocess.run([sys.executable, "-B", "-c", SIDES], cwd=BENCHMARKS, capture_output=True, text=True, check=True).stdout
+    assert "`vllm serve`, 44.0 GiB" in told
+    assert "| 30.00 s | 4.00 s | 15.00 s | 2.00 s | 1 |" in told
+
+
 def test_growth_and_comparison() -> None:
     drawn = subprocess.run(
         [sys.executable, "-B", "-c", DRAW], cwd=BENCHMARKS, capture_output=True, text=True, check=True
