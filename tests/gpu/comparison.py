@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lab import SIMULATED, Results, Rounds, Target, calls, free_mib, gpuckpt, left_s, limit, summary, used_mib, wait_for
+from lab import SIMULATED, Results, Rounds, Target, calls, free_mib, gpuckpt, left_s, limit, used_mib, wait_for
+from lab_fits import summary
 
 from gpuckpt.image import preload
 

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lab import OUT, Results, Rounds, calls, gpuckpt, limit, summary, used_mib
+from lab import OUT, Results, Rounds, calls, gpuckpt, limit, used_mib
+from lab_fits import summary
 from soak import Server, ask, probe, sleep, wake
 
 Done = tuple[float, Any]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from lab import Results, Target, gpuckpt, slope, used_mib
+from lab import Results, Target, gpuckpt, used_mib
+from lab_fits import slope
 
 from gpuckpt.image import preload
 

@@ -15,7 +15,8 @@ import threading
 import time
 from typing import Any
 
-from lab import Results, Rounds, Target, fit, free_mib, gpuckpt, limit, used_mib
+from lab import Results, Rounds, Target, free_mib, gpuckpt, limit, used_mib
+from lab_fits import fit
 
 POINTS = {"gib": (1, 4, 16, 64, 2, 8, 32, 90), "processes": (1, 4, 16, 32, 2, 8), "graphs": (0, 500, 2000, 100, 1000)}
 CYCLES = 3

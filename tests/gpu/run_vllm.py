@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 import runs
-from lab import Results, all_used_mib, slope, wait_for
+from lab import Results, all_used_mib, wait_for
+from lab_fits import slope
 from runs import Answer, part
 
 LIMIT_S = 480.0

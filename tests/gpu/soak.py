@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
-from lab import HERE, OUT, SIMULATED, Results, Rounds, fill, gpuckpt, left_s, limit, slope, used_mib
+from lab import HERE, OUT, SIMULATED, Results, Rounds, fill, gpuckpt, left_s, limit, used_mib
+from lab_fits import slope
 from make_model import load_format
 
 PORT = 8125

@@ -15,7 +15,8 @@ import time
 from typing import Any
 
 from job import Budget, Rank, ask, astray, environment, runs, steps, tail
-from lab import Results, gpuckpt, slope, state, used_mib
+from lab import Results, gpuckpt, state, used_mib
+from lab_fits import slope
 
 preload = "--exec" in sys.argv
 words = [w for w in sys.argv[1:] if w != "--exec"]

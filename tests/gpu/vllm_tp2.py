@@ -20,7 +20,8 @@ from typing import Any
 
 import vllm_contract
 from job import Asking, by_rank, fill
-from lab import HERE, OUT, SIMULATED, Results, gpuckpt, slope, used_mib
+from lab import HERE, OUT, SIMULATED, Results, gpuckpt, used_mib
+from lab_fits import slope
 from make_model import load_format
 
 words = sys.argv[1:]
