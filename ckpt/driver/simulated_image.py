@@ -15,7 +15,7 @@ from gpuckpt.image import preload
 from gpuckpt.image.file import Region
 from gpuckpt.image.memory import Unanswered, Unavailable
 from gpuckpt.inspect import host
-from gpuckpt.model import GIB, ProcessId
+from gpuckpt.model import GIB, HostRoom, ProcessId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,9 +85,9 @@ class SimulatedImage:
     def let_go(self) -> None:
         (self._kept / "held").unlink(missing_ok=True)
 
-    def room_bytes(self) -> int:
+    def room(self) -> HostRoom:
         root = self._world.path / "root"
-        return host.host_room(self._process.pid, root if root.is_dir() else host.ROOT).available_bytes
+        return host.host_room(self._process.pid, root if root.is_dir() else host.ROOT)
 
     def owner(self) -> tuple[int, int]:
         status = os.stat(f"/proc/{self._process.pid}")

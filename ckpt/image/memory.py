@@ -18,7 +18,7 @@ from gpuckpt.image.file import Region
 from gpuckpt.image.keeper import Unanswered
 from gpuckpt.image.page import Unavailable
 from gpuckpt.inspect import host
-from gpuckpt.model import ProcessId
+from gpuckpt.model import HostRoom, ProcessId
 
 __all__ = ["Memory", "Preloaded", "Unanswered", "Unavailable"]
 
@@ -72,7 +72,7 @@ class Memory(Protocol):
         """Where the file that the process holds can be opened."""
         ...
 
-    def room_bytes(self) -> int:
+    def room(self) -> HostRoom:
         """Host memory that the process may still take."""
         ...
 
@@ -142,8 +142,8 @@ class Preloaded:
     def let_go(self) -> None:
         self._keeper.let_go()
 
-    def room_bytes(self) -> int:
-        return host.host_room(self.process.pid).available_bytes
+    def room(self) -> HostRoom:
+        return host.host_room(self.process.pid)
 
     def owner(self) -> tuple[int, int]:
         status = os.stat(f"/proc/{self.process.pid}")

@@ -22,14 +22,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpuckpt import errors
+from gpuckpt import errors, plan
 from gpuckpt.image import file
 from gpuckpt.image.file import Corrupted, Region
 from gpuckpt.image.memory import Memory, Unanswered, Unavailable
-from gpuckpt.model import GIB, Call, ProcessId
+from gpuckpt.model import MIB, Call, HostRoom, ProcessId
 from gpuckpt.words import size
 
-RANGE_BYTES = GIB  # pages are got and filled by so much at a time, and room is looked for before each
+#: Pages are got and filled by so much at a time, and room is looked for before each: with what a checkpoint takes beside its image, too. A
+#: process that is short of memory while it gets them is ended by the kernel, and the only copy with it.
+RANGE_BYTES = 256 * MIB
 
 
 def serve(call: Call, memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Callable[[], None]) -> dict[str, Any]:
@@ -137,8 +139,8 @@ def load(memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Cal
             begun = True
             left = sum(r.nbytes for r in regions)
             for part in _ranges(regions):
-                if (room := memory.room_bytes()) < left:
-                    raise _no_room(process, left, room)
+                if (room := memory.room()).available_bytes < (needed := left + left // 64 + plan.IMAGE_MARGIN_BYTES):
+                    raise _no_room(process, needed, room)
                 memory.fill(part)
                 left -= part.nbytes
                 inside = [p for p in parts if part.address <= p.address < part.end]
@@ -179,10 +181,10 @@ def not_stored(process: ProcessId, directory: Path, error: Exception) -> errors.
     )
 
 
-def _no_room(process: ProcessId, nbytes: int, room: int) -> errors.GpuckptError:
+def _no_room(process: ProcessId, nbytes: int, room: HostRoom) -> errors.GpuckptError:
     return errors.HostMemory(
-        f"the image of pid {process} takes {size(nbytes)} of host memory on its way back, and there is {size(room)} left; "
-        "nothing was restored, and it stays suspended, its image on disk",
+        f"the image of pid {process} takes {size(nbytes)} of host memory on its way back, and {room.limit} leaves "
+        f"{size(room.available_bytes)}; nothing was restored, and it stays suspended, its image on disk",
         hint=f"free host memory, then gpuckpt resume {process}",
         pid=process.pid,
         step=str(Call.LOAD),
