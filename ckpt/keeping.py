@@ -230,26 +230,39 @@ def _forget_file(member: Member) -> bool:
 
 
 def _calls(walk: Walk, call: Call, specs: Mapping[ProcessId, Mapping[str, Any]]) -> tuple[dict[ProcessId, dict[str, Any]], list[Failure]]:
-    """Make *call* for several processes at once. One that has not ended by its deadline, or at Ctrl-C, is let go, and gives up by itself.
+    """Make *call* for several processes at once; a load for one after the other, as each looks what memory there is, until one fails. One
+    that has not ended by its deadline, or at Ctrl-C, is let go, and gives up by itself.
 
     Returns what each gave, and failures; a call whose end is not known counts as failed.
     """
+    done: dict[ProcessId, dict[str, Any]] = {}
+    failures: list[Failure] = []
+    with walk.step(call):
+        limit = max(walk.deadline.at, walk.world.now()) + plan.image_call_s(walk.nbytes)
+        for part in [{p: spec} for p, spec in specs.items()] if call is Call.LOAD else [specs]:
+            if any(walk.world.alive(f.process) for f in failures):
+                break
+            given, failed = _at_once(walk, call, part, limit)
+            done |= given
+            failures += failed
+    return done, failures
+
+
+def _at_once(
+    walk: Walk, call: Call, specs: Mapping[ProcessId, Mapping[str, Any]], limit: float
+) -> tuple[dict[ProcessId, dict[str, Any]], list[Failure]]:
     world = walk.world
     before = len(world.interruptions)
-    with walk.step(call):
-        assert walk.record is not None
-        limit = max(walk.deadline.at, world.now()) + plan.image_call_s(walk.nbytes)
-        pending, failures = {}, []
-        for p, spec in specs.items():
-            try:
-                pending[p] = world.start(call, p, image=spec, claims=walk.claims)
-            except CallError as e:
-                failures.append(Failure(p, _error(call, p, Outcome(e.result))))
-        while waiting := [c for c in pending.values() if c.outcome is None]:
-            if world.now() >= limit or len(world.interruptions) > before:
-                break
-            world.wait(waiting, min(limit, world.now() + 0.25))
-    done = {}
+    pending, done, failures = {}, {}, []
+    for p, spec in specs.items():
+        try:
+            pending[p] = world.start(call, p, image=spec, claims=walk.claims)
+        except CallError as e:
+            failures.append(Failure(p, _error(call, p, Outcome(e.result))))
+    while waiting := [c for c in pending.values() if c.outcome is None]:
+        if world.now() >= limit or len(world.interruptions) > before:
+            break
+        world.wait(waiting, min(limit, world.now() + 0.25))
     for process, c in pending.items():
         outcome = c.outcome or Outcome("interrupted" if len(world.interruptions) > before else "deadline")
         if c.outcome is None:

@@ -349,6 +349,10 @@ def test_a_group_comes_back_as_one_or_not_at_all(
     down = machine.gpuckpt("suspend", one.pid, "--accept-loss", "possible-import", "--keep-in", place)
     assert down.code == 0, down
     assert {p["pid"]: p["disk_bytes"] for p in down.document["processes"]} == {one.pid: 1 << 30, two.pid: 2 << 30}
+    machine.world.add_fault("fill", pid=one.pid, result="ENOMEM")
+    refused = machine.gpuckpt("resume", one.pid)
+    assert (refused.error["code"], refused.error["pid"]) == ("image-unreadable", one.pid)
+    assert len(list((machine.world.path / "kept").glob("*/dropped"))) == 2, "the other is not brought back for nothing"
     machine.world.add_fault("fill", pid=two.pid, result="ENOMEM")
     refused = machine.gpuckpt("resume", one.pid)
     assert (refused.code, refused.error["code"], refused.error["pid"]) == (3, "image-unreadable", two.pid)
