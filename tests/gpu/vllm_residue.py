@@ -17,7 +17,8 @@ from typing import Any
 
 from awake import Server
 from job import Budget, by_rank, steps, tail
-from lab import OUT, Results, gpuckpt, slope
+from lab import OUT, Results, gpuckpt
+from lab_fits import slope
 from make_model import load_format
 
 words = sys.argv[1:]
