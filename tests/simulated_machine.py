@@ -274,11 +274,14 @@ class Machine:
         return len(json.loads((self.world.path / "faults.json").read_text()))
 
     def kill_callers(self) -> None:
-        """End what still makes driver calls here. Callers outlive their command by design."""
+        """End what still makes driver calls here, with what it holds. Callers outlive their command by design."""
+        killed = []
         for directory in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if (directory / "comm").read_text().startswith("gpuckpt-") and (directory / "cwd").readlink() == self.path:
                     os.kill(int(directory.name), signal.SIGKILL)
+                    killed.append(int(directory.name))
+        eventually(lambda: all(_letter(pid) in ("", "Z") for pid in killed), "they end")
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(p.read_text()) for p in sorted((self.state_dir / "groups").glob("[!.]*.json"))]

@@ -10,11 +10,14 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gpuckpt.errors import JournalError
 from gpuckpt.image import preload
 from gpuckpt.model import State
+from gpuckpt.walk import Walk
 from tests.conftest import BuiltOnce
 from tests.image_machine import SHARED
 from tests.memory_machine import Fault
@@ -127,6 +130,27 @@ def test_on_a_containers_writable_layer(machine: Machine, target: Target, place:
         assert list(place.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before the file", "before the memory goes"])
+def test_a_journal_that_cannot_say_where_the_file_is_leaves_it_in_memory(monkeypatch: pytest.MonkeyPatch, written: bool) -> None:
+    """It says so before there is a file, and which it is before the memory goes: whoever comes after a kill -9 looks there."""
+    real = Walk.save
+
+    def save(self: Walk, *, required: bool = False, **changes: Any) -> None:
+        if required and self.record is not None and any(m.image and ("inode" in m.image) is written for m in self.record.members):
+            raise JournalError("the journal cannot be written (No space left on device)")
+        real(self, required=required, **changes)
+
+    monkeypatch.setattr(Walk, "save", save)
+    player = Player.of(Schedule((Proc(gib=8),), ()))
+    played = player.play(Step("suspend", keep=True))
+    assert played.error is not None
+    assert (played.code, played.error.code, "No space left" in played.error.message) == (3, "image-not-stored", True)
+    assert set(played.after.values()) == {State.CHECKPOINTED}
+    assert player.machine.dropped == set()
+    monkeypatch.undo()
+    assert player.play(Step("resume")).code == 0
 
 
 def test_a_disk_too_slow_for_the_deadline_leaves_it_in_memory() -> None:

@@ -82,13 +82,16 @@ def test_a_file_that_nobody_needs_is_let_go_by_recover(suspended: Suspended) -> 
     assert suspended.whole()
 
 
-def test_named_files_of_the_dead_are_swept_and_no_others(named: Suspended, tmp_path: Path) -> None:
+def test_named_files_of_the_dead_are_swept_and_no_others(named: Suspended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named.keep()
     stranger = tmp_path / named.path.name.replace(file._here(), "00000000")
     stranger.touch(), (tmp_path / "else").touch()
     assert file.sweep(tmp_path) == []
     named.program.process.kill()
     named.program.process.wait()
+    with monkeypatch.context() as somebody:
+        somebody.setattr(os, "geteuid", lambda: os.getuid() + 1000)
+        assert file.sweep(tmp_path) == [], "that of another user"
     assert file.sweep(tmp_path) == [named.path]
     assert {p.name for p in tmp_path.iterdir()} == {stranger.name, "else"}
 

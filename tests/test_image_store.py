@@ -176,6 +176,34 @@ def test_a_full_disk_is_found_before_anything_is_written(suspended: Suspended) -
     file.try_room(suspended.directory, NBYTES)
 
 
+def test_a_file_of_other_memory_gives_none_back(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process was checkpointed anew meanwhile, and its image lies elsewhere."""
+    suspended.spec = suspended.call(Call.STORE)
+    elsewhere = [Region(suspended.address, NBYTES - 4096)]
+    with monkeypatch.context() as m:
+        m.setattr(memory.Preloaded, "regions", lambda _: elsewhere)
+        with pytest.raises(errors.ImageNotStored, match="other memory"):
+            suspended.call(Call.DROP)
+    assert not keeper.dropped(suspended.program.id)
+    assert suspended.whole()
+
+
+@pytest.mark.parametrize("there", ["a file", "a link"])
+def test_what_has_the_name_of_the_file_already_is_left_alone(suspended: Suspended, tmp_path: Path, there: str) -> None:
+    """In a directory that others may write to, it could be a link to something that is dear to us."""
+    dear = tmp_path / "dear"
+    dear.write_text("to us")
+    if there == "a link":
+        suspended.path.symlink_to(dear)
+    else:
+        suspended.path.write_text("theirs")
+    with pytest.raises(errors.ImageNotStored, match="exists"):
+        suspended.call(Call.STORE)
+    assert dear.read_text() == "to us"
+    assert suspended.path.read_text() == ("to us" if there == "a link" else "theirs")
+    assert suspended.whole()
+
+
 def test_what_is_on_disk_is_not_stored_again(suspended: Suspended) -> None:
     suspended.keep()
     with pytest.raises(errors.ImageNotStored, match="on disk already"):
