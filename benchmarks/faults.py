@@ -127,10 +127,13 @@ def on_a_gpu(real: dict[str, Any] | None) -> list[str]:
         f"| {command} | {step} | {fault} | {found.total()} | {', '.join(f'{n} {e}' for e, n in sorted(found.items()))} |"
         for (command, step, fault), found in cells.items()
     ]
+    left = Counter(name.split("/")[2] for name in real.get("left_out", []))
+    words = ", ".join(f"{fault} ({n})" for fault, n in left.items())
     return [
         *lines,
         "",
         f"{machine.get('gpu', 'simulated')}, driver {machine.get('driver', '–')} ([faults_gpu.json](../benchmarks/results/faults_gpu.json)).",
+        *([f"Not tried there yet: {left.total()} of {left.total() + len(real['cases'])}, {words}."] if left else []),
     ]
 
 
