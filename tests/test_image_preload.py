@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuckpt.image import preload
+from gpuckpt.image import keeper, preload
 from gpuckpt.image.preload import Unavailable, Verdict
 from tests.image_machine import MIB, SIZE, Program, Start, is_image, is_plain
 from tests.simulated_machine import eventually
@@ -214,6 +214,24 @@ def test_errors_are_those_of_the_kernel(image_folder: Path, start_program: Start
     assert (one.address, other.address) == (0, 0)
     assert one.error == other.error != 0
     without.end()
+
+
+def test_signals_wait_while_it_is_populated_and_are_as_they_were(start_program: Start) -> None:
+    """What the restore thread had blocked is blocked after it, and nothing else; the keeper takes none at all."""
+
+    def blocked(tid: int) -> int:
+        status = Path(f"/proc/{program.pid}/task/{tid}/status").read_text()
+        return int(status.partition("SigBlk:")[2].split()[0], 16)
+
+    program = start_program(("env", "--block-signal=USR1"))
+    before = blocked(program.restore_tid)
+    assert before == 1 << signal.SIGUSR1 - 1
+    program.announce()
+    assert is_image(program.map())
+    assert blocked(program.restore_tid) == before
+    with keeper.of(program.id) as ours:
+        unblockable = 1 << signal.SIGKILL - 1 | 1 << signal.SIGSTOP - 1
+        assert blocked(ours.tid) == (1 << 64) - 1 & ~unblockable
 
 
 # Bad days: the plain path.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,29 @@ def test_what_is_not_zeroed_yet_is_never_given_away(ready: Program) -> None:
         assert is_image(ready.look(address, 0, 0), SIZE)
         assert ready.result.from_reserve - before < SIZE, "or this shows nothing"
         assert ready.ask(f"zero {address:x} {SIZE}") == ["0"]
+
+
+def test_it_is_got_at_the_lowest_priority(ready: Program) -> None:
+    """In a thread that is there as long as it takes: until one was seen."""
+
+    def niceness() -> set[int]:
+        found = set()
+        for task in Path(f"/proc/{ready.pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                if (task / "comm").read_text() == "gpuckpt-reserve\n":
+                    found.add(int((task / "stat").read_text().rpartition(")")[2].split()[16]))
+        return found
+
+    def seen() -> bool:
+        with keeper.of(ready.id) as found:
+            found.have_ready(0, auto=False)
+            found.have_ready(256 * MIB, auto=False)
+            while found.reserve()[5] < 256 * MIB:
+                if 19 in niceness():
+                    return True
+        return False
+
+    eventually(seen, "it has the lowest priority")
 
 
 @pytest.mark.parametrize("nbytes", [33 * MIB + 4096, 100 * MIB, 300 * MIB + 12288])
