@@ -1,4 +1,4 @@
-"""`gpuckpt suspend --keep-in DIR` on a disk that fails under the real command, or is slow, and on a file system that is no disk.
+"""`gpuckpt suspend --keep-in DIR` on a disk that fails under the real command, or is slow, on what is no disk, or in a place that goes.
 
 The disk is a double of the calls to it, preloaded into gpuckpt itself and its callers (``failing_disk.c``).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -100,6 +101,30 @@ def test_a_slow_disk_is_waited_for_and_can_be_given_up(machine: Machine, target:
     assert keep(machine, target, place, **disk(double, place, "slow 100 0")).code == 0
     assert machine.gpuckpt("resume", target.pid).code == 0
     assert target.unharmed()
+
+
+def test_a_directory_by_a_link_and_from_here(machine: Machine, target: Target, place: Path) -> None:
+    """Its name is relative, and a symbolic link, which goes away: the file keeps its name, and is found by it."""
+    link = machine.path / "link"
+    link.symlink_to(place)
+    machine.world.add_fault("link", result="EXDEV")
+    kept = keep(machine, target, Path("link"))
+    assert (kept.code, process(kept)["image"]["in"]) == (0, str(place))
+    link.unlink()
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+    assert list(place.iterdir()) == []
+
+
+def test_a_journal_that_is_lost_or_anothers(machine: Machine, target: Target, place: Path) -> None:
+    """Nobody knows of the file but the process, which holds it: that is enough."""
+    assert keep(machine, target, place).code == 0
+    shutil.rmtree(machine.state_dir)
+    back = machine.gpuckpt("resume", target.pid)
+    assert (back.code, process(back)["state"]) == (0, "running"), back
+    assert target.unharmed()
+    assert not dropped(machine)
+    assert not any((machine.world.path / "kept").glob("*/held"))
 
 
 def test_a_quota_is_found_before_anything_is_locked(machine: Machine, target: Target, place: Path, double: Path) -> None:

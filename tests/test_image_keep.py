@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -227,19 +226,6 @@ def test_the_target_is_killed_while_its_image_is_on_disk(machine: Machine, targe
     assert not any((machine.world.path / "kept").glob("*/held"))
 
 
-def test_a_directory_by_a_link_and_from_here(machine: Machine, target: Target, place: Path) -> None:
-    """Its name is relative, and a symbolic link, which goes away: the file keeps its name, and is found by it."""
-    link = machine.path / "link"
-    link.symlink_to(place)
-    machine.world.add_fault("link", result="EXDEV")
-    kept = keep(machine, target, Path("link"))
-    assert (kept.code, process(kept)["image"]["in"]) == (0, str(place))
-    link.unlink()
-    assert machine.gpuckpt("resume", target.pid).code == 0
-    assert target.unharmed()
-    assert list(place.iterdir()) == []
-
-
 @pytest.mark.parametrize(("command", "request_"), [("suspend", "hold"), ("resume", "fill")])
 def test_the_target_is_killed_while_its_image_is_moved(machine: Machine, target: Target, place: Path, command: str, request_: str) -> None:
     """It is not said to be suspended, and nothing of it is left."""
@@ -314,17 +300,6 @@ def test_no_memory_for_it_now(machine: Machine, target: Target, place: Path) -> 
     machine.host_memory(512, 256)
     assert machine.gpuckpt("resume", target.pid).code == 0
     assert target.unharmed()
-
-
-def test_a_journal_that_is_lost_or_anothers(machine: Machine, target: Target, place: Path) -> None:
-    """Nobody knows of the file but the process, which holds it: that is enough."""
-    assert keep(machine, target, place).code == 0
-    shutil.rmtree(machine.state_dir)
-    back = machine.gpuckpt("resume", target.pid)
-    assert (back.code, process(back)["state"]) == (0, "running"), back
-    assert target.unharmed()
-    assert not dropped(machine)
-    assert not any((machine.world.path / "kept").glob("*/held"))
 
 
 def test_no_restore_without_its_image_whoever_asks(machine: Machine, target: Target, place: Path, tmp_path: Path) -> None:
