@@ -22,7 +22,7 @@ from gpuckpt.claims import FileClaim
 from gpuckpt.driver.api import CallError
 from gpuckpt.driver.caller import Pending
 from gpuckpt.early import Start
-from gpuckpt.inspect import hazards, processes
+from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.inspect.ranks import advice
 from gpuckpt.journal import Journal, Record, boot_id, state_directory, void_words
@@ -210,8 +210,11 @@ class LocalWorld:
     def cuda_processes(self, pids: Iterable[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]]) -> dict[int, GpuProcess]:
         """Those of *pids* that hold a CUDA context or are checkpointed, as the driver and NVML describe them."""
         wanted = [p for p in pids if p in procs and p != self.me.pid]
-        loaded = self.devices.loaded(wanted)
-        contexts = self.devices.contexts(list(loaded))
+        # What /proc does not show of a process is not known to be nothing.
+        headless = {p for p in wanted if procs[p].headless}
+        listed = {p for p in wanted if p in held} if host.pid_namespace_is_host(self.root) else set()
+        loaded = self.devices.loaded(wanted) | headless | listed
+        contexts = self.devices.contexts(list(loaded)) | headless
         asked = [procs[p].id for p in loaded]
         states = self.states(asked)
         journalled = {m.id for r in self.journal.records() for m in r.members}

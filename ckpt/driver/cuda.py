@@ -7,10 +7,12 @@ import math
 import os
 import re
 import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
 from gpuckpt.driver.api import OLDEST_CUDA, CallError, Driver, refuse_storage
+from gpuckpt.inspect import processes
 from gpuckpt.model import Call, ProcessId, State
 
 if TYPE_CHECKING:
@@ -242,11 +244,5 @@ def _alive(pid: int) -> bool:
         return False
     except PermissionError:
         pass
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # it took the signal, and hidepid= hides it from us
-    return stat[stat.rindex(b")") + 2 :][:1] not in (b"Z", b"X")
+    hidden = not Path(f"/proc/{pid}").exists()  # by hidepid=, since it took the signal
+    return hidden or processes.read(pid) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -28,7 +29,14 @@ def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT, com
     if halted := words.STOPPED if proc.stopped else processes.halted(process.id, root):
         said = f"pid {process.pid} is {halted}; every driver call on it would hang"
         found.append(Hazard("stopped", said, words.let_go(halted, [process.pid]), process.pid))
-    targets = _open_files(process.pid)
+    try:
+        targets = _open_files(process.pid)
+        ranks = _nccl_ranks(process.pid, targets)
+        unseen = "its main thread has ended" if proc.headless else ""
+    except OSError as e:
+        targets, ranks, unseen = [], [], (e.strerror or str(e)) if processes.is_same(process.id) else ""
+    if unseen:
+        found.append(_unseen(process, unseen))
     for part, what in PINNING_FILES.items():
         if any(part in t for t in targets):
             found.append(
@@ -40,7 +48,6 @@ def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT, com
                     acceptable=True,
                 )
             )
-    ranks = nccl_ranks(process.pid, targets)
     if ranks and communicators is not None and (unknown := _beyond(ranks, communicators)):
         found.append(
             Hazard(
@@ -76,6 +83,19 @@ def _beyond(seen: Iterable[str], known: Collection[int]) -> list[str]:
         else:
             beyond.append(rank)
     return beyond
+
+
+def _unseen(process: GpuProcess, why: str) -> Hazard:
+    """What cannot be looked at is not known to be safe."""
+    root = f"as root: sudo gpuckpt suspend {process.pid}; or, " if os.geteuid() != 0 else ""
+    return Hazard(
+        "possible-import",
+        f"pid {process.pid} ({process.name}): its open files cannot be looked at ({why}), so nothing shows whether it has an NCCL "
+        "communicator or device memory that others use, which the driver would checkpoint and never restore",
+        f"{root}if you know that it has none: gpuckpt suspend {process.pid} --accept-loss possible-import",
+        process.pid,
+        acceptable=True,
+    )
 
 
 def unvouched(process: GpuProcess, words: str) -> Hazard:
@@ -152,17 +172,13 @@ def mps(procs: Iterable[Proc]) -> list[Hazard]:
     ]
 
 
-def nccl_ranks(pid: int, targets: Iterable[str] | None = None) -> list[str]:
-    """Ranks of the live P2P communicators of *pid*, seen by their abstract sockets."""
-    inodes = {t[8:-1] for t in (targets if targets is not None else _open_files(pid)) if t.startswith("socket:[")}
+def _nccl_ranks(pid: int, targets: Iterable[str]) -> list[str]:
+    """Ranks of the live P2P communicators of *pid*, seen by their abstract sockets. Raises ``OSError`` where these cannot be seen."""
+    inodes = {t[8:-1] for t in targets if t.startswith("socket:[")}
     if not inodes:
         return []
     ranks = set()
-    try:
-        lines = Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    for line in lines:
+    for line in Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines():
         match = _NCCL_SOCKET.search(line)
         if match and line.split()[6] in inodes:
             ranks.add(match[1])
@@ -170,14 +186,9 @@ def nccl_ranks(pid: int, targets: Iterable[str] | None = None) -> list[str]:
 
 
 def _open_files(pid: int) -> list[str]:
+    """What its descriptors lead to. Raises ``OSError`` where nobody may look: they are another user's, say."""
     found = []
-    try:
-        names = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return []
-    for name in names:
-        try:
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):  # closed since
             found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-        except OSError:
-            continue
     return found

@@ -6,6 +6,7 @@ Cgroups are read below ``root``, so that a test can lay them out in a directory.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pwd
 import signal
@@ -29,7 +30,7 @@ LAUNCHERS = frozenset(
 KEEPER = "gpuckpt-keeper"
 #: What `gpuckpt run` puts its name into, for the command and all that it starts.
 RUN_VARIABLE = "GPUCKPT_RUN"
-_PF_KTHREAD = 0x00200000  # include/linux/sched.h
+_PF_EXITING, _PF_KTHREAD = 0x00000004, 0x00200000  # include/linux/sched.h
 SHELLS = frozenset("sh bash zsh fish dash tcsh csh ksh mksh nu xonsh pwsh".split())
 
 
@@ -50,6 +51,8 @@ class Proc:
     start_ticks: int
     comm: str
     kernel: bool = False
+    exiting: bool = False
+    headless: bool = False  # its main thread has ended, others go on: /proc shows neither its files nor its mappings
 
     @property
     def id(self) -> ProcessId:
@@ -66,9 +69,13 @@ class Proc:
 
 
 def read(pid: int) -> Proc | None:
-    """The process *pid*, or None if there is none (a zombie counts as none)."""
+    """The process *pid*, or None if there is none (a zombie counts as none). Where its main thread alone has ended (``pthread_exit``), its
+    state is that of another one."""
     try:
         proc = _parse(_bytes(f"/proc/{pid}/stat"))
+        if proc.headless:
+            threads = [_parse(_bytes(f"/proc/{pid}/task/{tid}/stat")) for tid in os.listdir(f"/proc/{pid}/task")]
+            proc = dataclasses.replace(proc, state=next((t.state for t in threads if not (t.dead or t.exiting)), "Z"))
     except OSError:
         return None
     return None if proc.dead else proc
@@ -294,6 +301,8 @@ def _parse(data: bytes) -> Proc:
         start_ticks=int(rest[19]),
         comm=data[opening + 1 : closing].decode(errors="replace"),
         kernel=bool(int(rest[6]) & _PF_KTHREAD),
+        exiting=bool(int(rest[6]) & _PF_EXITING),
+        headless=rest[0] in (b"Z", b"X") and int(rest[17]) > 1,
     )
 
 
