@@ -139,13 +139,9 @@ class Agent:
 
     def _be_found(self) -> None:
         """Now and then: whoever removed its socket must not keep it from being called, suspended or not."""
-        if time.monotonic() < self._look_at:
-            return
-        if not self._listener.there:
-            self._selector.unregister(self._listener.sock)
-            self._listener.again()
-            self._selector.register(self._listener.sock, selectors.EVENT_READ, None)
-        self._look_at = time.monotonic() + protocol.FOUND_S
+        if time.monotonic() >= self._look_at:
+            self._listener.be_found(self._selector)
+            self._look_at = time.monotonic() + protocol.FOUND_S
 
     def _timeout(self) -> float:
         """How long there is nothing to do unless somebody says something, in seconds."""

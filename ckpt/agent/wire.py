@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import socket
 import time
 from collections.abc import Callable
@@ -74,8 +75,15 @@ class Listener:
             return False
         return (found.st_dev, found.st_ino) == self._mark
 
-    def again(self) -> None:
-        """Listen at its path again, if that can be now, with another ``sock``."""
+    def be_found(self, selector: selectors.BaseSelector) -> None:
+        """Listen at its path again where it is not there, if that can be now. *selector* reads from ``sock``, which is another one then."""
+        if self.there:
+            return
+        selector.unregister(self.sock)
+        self._again()
+        selector.register(self.sock, selectors.EVENT_READ, None)
+
+    def _again(self) -> None:
         was = self.sock
         with contextlib.suppress(OSError):
             protocol.make_private(self.path.parent, os.geteuid())
