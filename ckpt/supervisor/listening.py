@@ -37,7 +37,8 @@ def _why(host: str, port: int, option: str, error: OSError) -> errors.CannotList
         return errors.CannotListen(f"{words}: {who} listens there", hint=f"another port by {option}; or {end}", pid=pid)
     if error.errno == errno.EACCES:
         return errors.CannotListen(f"{words}: ports below 1024 are root's", hint=f"another port by {option}")
-    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+    # Without a number from Python 3.13 on: asyncio has tried each address that the host stands for, and none was to be had.
+    if error.errno in (errno.EADDRNOTAVAIL, None) or isinstance(error, socket.gaierror):
         return errors.CannotListen(f"{words}: {host} is no address of this machine", hint=f"another address by {option}, or a port alone")
     return errors.CannotListen(f"{words}: {error.strerror or error}", hint=f"another address by {option}")
 
