@@ -75,6 +75,8 @@ class Show:
         r.check("0 MiB above the empty card while suspended", all(x["suspended_mib"] <= self.empty for x in rows), self.mib("suspended_mib"))
         looked = all(x["models"] == x["health"] == x["metrics"] == 200 and x["still_suspended"] for x in rows)
         r.check("looking answers and wakes nothing", looked)
+        if not rows:
+            return
         warm_ms = r.document[f"warm_first_byte_{self.run.name}_s"] * 1e3
         beyond = statistics.median(x["beyond_resume_ms"] for x in rows)
         seen = {"median_beyond_resume_ms": beyond, "warm_first_byte_ms": round(warm_ms, 1)}
