@@ -104,10 +104,11 @@ def test_no_keeper_no_child(monkeypatch: pytest.MonkeyPatch, python: str, words:
 
 
 def operations(run: Serving) -> list[int]:
-    """The processes that carry out its suspends and resumes."""
+    """The processes that carry out its suspends and resumes; not those that make their driver calls, which have names of their own."""
     found = []
     for pid in descendants(run.process.pid):
         with contextlib.suppress(FileNotFoundError):
-            if b"gpuckpt.supervisor.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            ours = b"gpuckpt.supervisor.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if ours and not Path(f"/proc/{pid}/comm").read_text().startswith("gpuckpt-"):
                 found.append(pid)
     return found
