@@ -10,15 +10,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
-
-typedef struct {
-    void *address;
-    size_t nbytes;
-    int protection, flags, fd;
-    off_t offset;
-    void *result;
-    int error;
-} Mapping;
+#include "image_mapping.h"
 
 #define WRITABLE ((size_t)1 << 20)
 

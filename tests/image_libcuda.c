@@ -8,15 +8,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-typedef struct {
-    void *address;
-    size_t nbytes;
-    int protection, flags, fd;
-    off_t offset;
-    void *result;
-    int error;
-} Mapping;
+#include "image_mapping.h"
 
 static sem_t asked, answered;
 static void (*todo)(void *);

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,26 @@ MIB = 1 << 20
 SIZE = 256 * MIB
 COMPILE = ["gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror"]
 SHARED = [*COMPILE, "-shared", "-fPIC"]
+
+
+@contextlib.contextmanager
+def memory_cgroup() -> Iterator[tuple[Path, str, str]]:
+    """A new cgroup, which must be empty in the end, and the names of its files: the limit of its memory, and what is used of it. Skips
+    where none can be made."""
+    fs = Path("/sys/fs/cgroup")
+    parent, limit, used = fs, "memory.max", "memory.current"
+    if (fs / "memory").is_dir():
+        parent, limit, used = fs / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+    group = parent / f"gpuckpt-test-{os.getpid()}"
+    if not os.access(parent, os.W_OK) or not (parent / "cgroup.procs").exists():
+        pytest.skip("no cgroup can be made here")
+    group.mkdir()
+    try:
+        if not (group / limit).exists():
+            pytest.skip("no memory controller here")
+        yield group, limit, used
+    finally:
+        group.rmdir()
 
 
 @dataclass(frozen=True)

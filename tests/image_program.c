@@ -37,15 +37,7 @@
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-typedef struct {
-    void *address;
-    size_t nbytes;
-    int protection, flags, fd;
-    off_t offset;
-    void *result;
-    int error;
-} Mapping;
+#include "image_mapping.h"
 
 int fake_start(void);
 void fake_in_restore_thread(void (*code)(void *), void *argument);

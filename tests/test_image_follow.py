@@ -37,6 +37,13 @@ def gpuckpt(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([COMMAND, *words], capture_output=True, text=True, env={**os.environ, **environ}, timeout=60, check=False)
 
 
+def speaking(folder: Path, words: list[str]) -> subprocess.Popen[str]:
+    """What runs the program of *folder* in the end, and lines to and from it."""
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=folder, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1, env=environ)
+
+
 def followers(root: int) -> list[int]:
     ours = []
     for pid in processes.table():
@@ -55,16 +62,7 @@ def followers(root: int) -> list[int]:
 def test_of_many_programs_only_those_that_use_a_gpu(image_folder: Path, uvm: Path) -> None:
     """A shell, what it starts and waits for, and a program that gets GPU memory only later."""
     words = ["exec", "--reserve", "32MiB", "--", "sh", "-c", "/bin/true; ./program; exit 7"]
-    with subprocess.Popen(
-        [COMMAND, *words],
-        cwd=image_folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        env={**os.environ, "LD_LIBRARY_PATH": str(image_folder)},
-    ) as shell:
+    with speaking(image_folder, [COMMAND, *words]) as shell:
         assert shell.stdin is not None
         assert shell.stdout is not None
         pid = int(shell.stdout.readline().split()[0])
@@ -98,16 +96,7 @@ def test_as_the_first_process_of_a_container(image_folder: Path, uvm: Path) -> N
     words = [*IN_A_CONTAINER, COMMAND, "exec", "--reserve", "32MiB", "--"]
     waited = subprocess.run([*words, sys.executable, "-c", WAITS], capture_output=True, text=True, timeout=30, check=True)
     assert waited.stdout == "has no child\n"
-    with subprocess.Popen(
-        [*words, "./program"],
-        cwd=image_folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        env={**os.environ, "LD_LIBRARY_PATH": str(image_folder)},
-    ) as container:
+    with speaking(image_folder, [*words, "./program"]) as container:
         assert container.stdin is not None
         assert container.stdout is not None
         assert container.stdout.readline().split()[0] == "1"

@@ -13,7 +13,7 @@ from gpuckpt import errors
 from gpuckpt.image import file, keeper, store
 from gpuckpt.image.memory import Preloaded
 from gpuckpt.model import Call, HostRoom
-from tests.image_machine import MIB, Start
+from tests.image_machine import MIB, Start, memory_cgroup
 from tests.image_suspended import NBYTES, Suspended
 from tests.simulated_machine import eventually
 
@@ -104,32 +104,21 @@ def test_memory_is_short_at_once_and_in_the_middle(suspended: Suspended, monkeyp
 
 def test_a_cgroup_that_has_room_for_the_image_and_for_nothing_else(suspended: Suspended) -> None:
     """Page tables are charged to it too: the kernel would end the process, and with it the only copy."""
-    fs = Path("/sys/fs/cgroup")
-    old = (fs / "memory").is_dir()
-    parent, limit, used = fs, "memory.max", "memory.current"
-    if old:
-        parent, limit, used = fs / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-    group = parent / f"gpuckpt-test-load-{os.getpid()}"
-    if not os.access(parent, os.W_OK) or not (parent / "cgroup.procs").exists():
-        pytest.skip("no cgroup can be made here")
-    group.mkdir()
-    try:
-        if not (group / limit).exists():
-            pytest.skip("no memory controller here")
-        suspended.keep()
-        (group / "cgroup.procs").write_text(str(suspended.program.pid))
-        taken = int((group / used).read_text())
-        (group / limit).write_text(str(taken + NBYTES + MIB))
-        with pytest.raises(errors.HostMemory, match=limit):
+    with memory_cgroup() as (group, limit, used):
+        try:
+            suspended.keep()
+            (group / "cgroup.procs").write_text(str(suspended.program.pid))
+            taken = int((group / used).read_text())
+            (group / limit).write_text(str(taken + NBYTES + MIB))
+            with pytest.raises(errors.HostMemory, match=limit):
+                suspended.call(Call.LOAD)
+            (group / limit).write_text(str(taken + NBYTES + 256 * MIB))
             suspended.call(Call.LOAD)
-        (group / limit).write_text(str(taken + NBYTES + 256 * MIB))
-        suspended.call(Call.LOAD)
-        assert suspended.whole()
-    finally:
-        suspended.program.process.kill()
-        suspended.program.process.wait()
-        eventually(lambda: not (group / "cgroup.procs").read_text(), "it is empty")
-        group.rmdir()
+            assert suspended.whole()
+        finally:
+            suspended.program.process.kill()
+            suspended.program.process.wait()
+            eventually(lambda: not (group / "cgroup.procs").read_text(), "it is empty")
 
 
 def test_pages_cannot_be_had(suspended: Suspended) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from gpuckpt.image import keeper, preload
 from gpuckpt.image.preload import Unavailable, Verdict
-from tests.image_machine import MIB, SIZE, Program, Start, is_image, is_plain
+from tests.image_machine import MIB, SIZE, Program, Start, is_image, is_plain, memory_cgroup
 from tests.simulated_machine import eventually
 
 MAP_PRIVATE, MAP_FIXED, MAP_ANONYMOUS, MAP_NORESERVE, MAP_POPULATE = 0x02, 0x10, 0x20, 0x4000, 0x8000
@@ -279,15 +279,7 @@ def test_one_cpu_allowed_is_one_thread(start_program: Start) -> None:
 
 def test_a_memory_cgroup_that_is_too_small(start_program: Start) -> None:
     """The kernel ends the program, as it does where it populates by itself."""
-    fs = Path("/sys/fs/cgroup")
-    parent, limit = (fs / "memory", "memory.limit_in_bytes") if (fs / "memory").is_dir() else (fs, "memory.max")
-    group = parent / f"gpuckpt-test-{os.getpid()}"
-    if not os.access(parent, os.W_OK) or not (parent / "cgroup.procs").exists():
-        pytest.skip("no cgroup can be made here")
-    group.mkdir()
-    try:
-        if not (group / limit).exists():
-            pytest.skip("no memory controller here")
+    with memory_cgroup() as (group, limit, _):
         (group / limit).write_text(str(64 * MIB))
         for announced in (False, True):
             program = start_program()
@@ -297,8 +289,6 @@ def test_a_memory_cgroup_that_is_too_small(start_program: Start) -> None:
             assert program.process.stdin is not None
             program.process.stdin.write(f"map image {SIZE}\n")
             assert program.process.wait(60) == -signal.SIGKILL
-    finally:
-        group.rmdir()
 
 
 @pytest.mark.parametrize("storm", ["fork", "vfork", "threads", "signals"])

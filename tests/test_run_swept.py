@@ -132,7 +132,7 @@ def test_a_server_is_reached_where_it_listens_now_or_listened_last(tmp_path: Pat
                     protocol = await connector.dial()
                     server.accept()[0].close()
                     protocol.close()
-        connector.forget()
+        connector.way.forget()
         await connector.close()
 
     asyncio.run(connect())

@@ -40,6 +40,12 @@ class Memory(Protocol):
         ...
 
 
+def tags_in_pool() -> list[dict[str, Any]]:
+    """What ``gpuckpt.pool`` has, as :meth:`Memory.tags` tells it; nothing where the program has not imported it."""
+    pool = sys.modules.get("gpuckpt.pool")
+    return [{"tag": s.tag, "device": s.device, "bytes": s.bytes, "where": s.where} for s in (pool.stats() if pool else ())]
+
+
 class PoolMemory:
     """The tags of ``gpuckpt.pool``, all of them kept: nothing is known of a program that could do without one."""
 
@@ -56,8 +62,7 @@ class PoolMemory:
         return {"kept_bytes": moving, "host_bytes": host_bytes, "tags": self.tags()} if moving else None
 
     def tags(self) -> list[dict[str, Any]]:
-        pool = sys.modules.get("gpuckpt.pool")
-        return [{"tag": s.tag, "device": s.device, "bytes": s.bytes, "where": s.where} for s in (pool.stats() if pool else ())]
+        return tags_in_pool()
 
     def announce(self, offload: bool) -> None: ...
 

@@ -20,6 +20,7 @@ from collections.abc import Collection
 from typing import Any
 
 from gpuckpt.agent import vllm_pool
+from gpuckpt.agent.memory import tags_in_pool
 from gpuckpt.agent.vllm_known import known
 
 CUMEM = "vllm.device_allocator.cumem"
@@ -160,8 +161,7 @@ class InPool(SleepMode):
     by = "gpuckpt.pool"
 
     def tags(self) -> list[dict[str, Any]]:
-        stats = sys.modules["gpuckpt.pool"].stats()
-        return [{"tag": s.tag, "device": s.device, "bytes": s.bytes, "where": s.where} for s in stats]
+        return tags_in_pool()
 
     def _host_bytes(self, kept: Collection[str]) -> int:
         missing: int = sum(s.bytes - s.host_bytes for s in sys.modules["gpuckpt.pool"].stats() if s.tag in kept)

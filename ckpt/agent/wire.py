@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuckpt.agent import protocol
+from gpuckpt.inspect.mark import Mark
 from gpuckpt.inspect.processes import peer_of
 
 _REQUEST_MAX_BYTES = 1 << 16
@@ -69,11 +70,7 @@ class Listener:
     @property
     def there(self) -> bool:
         """Whether who looks for it at its path finds it: a cleaner of ``/tmp`` may have taken it away."""
-        try:
-            found = os.lstat(self.path)
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == self._mark
+        return self._mark.there
 
     def be_found(self, selector: selectors.BaseSelector) -> None:
         """Listen at its path again where it is not there, if that can be now. *selector* reads from ``sock``, which is another one then."""
@@ -99,11 +96,10 @@ class Listener:
             unheard.chmod(0o600)
             sock.listen(8)
             unheard.rename(self.path)
-            found = os.lstat(self.path)
+            self._mark = Mark.of(self.path)
         except OSError:
             sock.close()
             raise
-        self._mark = found.st_dev, found.st_ino
         return sock
 
 

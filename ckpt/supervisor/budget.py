@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpuckpt import claims, errors
+from gpuckpt import errors
 from gpuckpt.inspect import host
 from gpuckpt.supervisor import places, swept
 from gpuckpt.supervisor.model import HOST_MEMORY_HINT
@@ -108,9 +107,9 @@ class Budget:
             held.append(os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         try:
             until = time.monotonic() + DECIDE_S
-            while held and not _locked(held[0]):
+            while held and (holder := swept.lock(held[0])) is not None:
                 if time.monotonic() >= until:
-                    raise _undecided(held[0])
+                    raise _undecided(holder.pid)
                 await asyncio.sleep(_POLL_S)
             yield lambda: os.close(held.pop()) if held else None
         finally:
@@ -118,16 +117,7 @@ class Budget:
                 os.close(each)
 
 
-def _undecided(fd: int) -> errors.Busy:
-    pid = claims.holder(fd)
+def _undecided(pid: int | None) -> errors.Busy:
     who = f"the run with pid {pid}" if pid else "another run"
     words = f"{who} has been deciding for {DECIDE_S:g} s how much host memory it takes, and this one waits for that; nothing was suspended"
     return errors.Busy(words, hint=f"kill -CONT {pid}, if it is stopped" if pid else "gpuckpt status", pid=pid)
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
 from gpuckpt.inspect import processes
+from gpuckpt.inspect.mark import Mark
 from gpuckpt.supervisor import places
 from gpuckpt.supervisor.mishaps import known
-from gpuckpt.supervisor.swept import Mark
 
 if TYPE_CHECKING:
     from gpuckpt.model import Report

@@ -9,8 +9,9 @@ import socket
 from pathlib import Path
 
 from gpuckpt import errors
+from gpuckpt.inspect.mark import Mark
 from gpuckpt.inspect.processes import peer_of
-from gpuckpt.supervisor.swept import Hold, Mark, is_private, private
+from gpuckpt.supervisor.swept import Hold, Way, private
 
 
 class Offer:
@@ -18,11 +19,9 @@ class Offer:
     the child listens, which reaches it also where that path is gone."""
 
     def __init__(self, path: Path, name_fd: int, server: str) -> None:
-        self._path, self._server = path, Path(server) if server else None
+        self._path, self._way = path, Way(Path(server)) if server else None
         self._hold = Hold(path.with_suffix(".lock"), [name_fd])
         self._mark: Mark | None = None
-        self._server_mark: Mark | None = None
-        self._server_fd: int | None = None
         self.listener: socket.socket | None = None  # None: it cannot be made now
         self.look(alone=False)
 
@@ -39,8 +38,8 @@ class Offer:
                     was.close()
             if alone and not self._hold.whole:
                 self._hold.again()
-        if self._server is not None and not (self._server_mark and self._server_mark.there):
-            self._reach(self._server)
+        if self._way is not None:
+            self._way.look()
 
     def accept(self, child: int) -> socket.socket | None:
         """Whoever comes for *child*, if it is of our own user or root, with all that it needs."""
@@ -52,7 +51,7 @@ class Offer:
         try:
             _, uid = peer_of(new)
             if uid in (0, os.geteuid()):
-                fds = [*self._hold.fds, *([] if self._server_fd is None else [self._server_fd])]
+                fds = [*self._hold.fds, *([self._way.fd] if self._way is not None and self._way.fd is not None else [])]
                 socket.send_fds(new, [json.dumps({"started": child, "names": len(self._hold.fds)}).encode() + b"\n"], fds)
                 return new
         except OSError:
@@ -74,15 +73,3 @@ class Offer:
             listener.close()
             raise
         return listener
-
-    def _reach(self, server: Path) -> None:
-        try:
-            mark = Mark.of(server)
-            if not is_private(server.parent):
-                return  # somebody else made it
-            fd = os.open(server, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return  # it does not listen yet; or it is gone, and the way that is known may still lead there
-        if self._server_fd is not None:
-            os.close(self._server_fd)
-        self._server_mark, self._server_fd = mark, fd

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuckpt import claims, errors
+from gpuckpt.inspect.mark import Mark
 
 #: How often whoever holds something looks whether it is still there, in seconds.
 LOOK_S = 1.0
@@ -57,27 +58,28 @@ def _ours(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A file that lies at *path* now."""
+class Way:
+    """To the socket at *path*, held by a descriptor (``O_PATH``), by which it is reached also where its path is gone. *fd*: that of another
+    process, which has seen it there before."""
 
-    path: Path
-    device: int
-    inode: int
+    def __init__(self, path: Path, fd: int | None = None) -> None:
+        self.path, self.fd = path, fd
+        self._mark: Mark | None = None
 
-    @classmethod
-    def of(cls, path: Path) -> Mark:
-        """Raises ``OSError`` where there is none."""
-        found = path.lstat()
-        return cls(path, found.st_dev, found.st_ino)
+    def look(self) -> None:
+        """Hold on to what lies at the path now; where nothing does that can be trusted, to what lay there last."""
+        with contextlib.suppress(OSError):
+            mark = Mark.of(self.path)
+            if mark != self._mark and is_private(self.path.parent):
+                fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self.forget()
+                self._mark, self.fd = mark, fd
 
-    @property
-    def there(self) -> bool:
-        """Whether it still does."""
-        try:
-            return Mark.of(self.path) == self
-        except OSError:
-            return False
+    def forget(self) -> None:
+        """It is not reached any more by a path that is gone."""
+        fd, self.fd, self._mark = self.fd, None, None
+        if fd is not None:
+            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ class Hold:
         while True:
             fd = self._open()
             try:
-                if (holder := _lock(fd, until)) is None:
+                if (holder := lock(fd, until)) is None:
                     holder = self._elsewhere(until, fd)
                 if holder is not None:
                     return holder
@@ -121,10 +123,10 @@ class Hold:
         """Who holds a file that was swept away from here. While that is waited for *fd* is let go: whoever it is may make its file anew."""
         for other in deleted(self.path):
             try:
-                if _lock(other, 0.0) is None:
+                if lock(other) is None:
                     continue
                 fcntl.flock(fd, fcntl.LOCK_UN)
-                if (holder := _lock(other, until) or _lock(fd, until)) is not None:
+                if (holder := lock(other, until) or lock(fd, until)) is not None:
                     return holder
             finally:
                 os.close(other)
@@ -200,8 +202,8 @@ def _lay_at(path: Path, pid: int, number: str) -> int | None:
         return None
 
 
-def _lock(fd: int, until: float) -> Holder | None:
-    """Lock *fd*; who has it, where that was not to be had *until* then."""
+def lock(fd: int, until: float = 0.0) -> Holder | None:
+    """Lock *fd*; who has it, where that was not to be had *until* then, or at once."""
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from gpuckpt import errors
 from gpuckpt.inspect import processes
 from gpuckpt.supervisor.exchange import Connections
 from gpuckpt.supervisor.mishaps import words_of
-from gpuckpt.supervisor.swept import Mark, is_private
+from gpuckpt.supervisor.swept import Way
 
 #: How many connections are being made at once. A server's backlog may be short; the rest wait here, in their order.
 CONNECTING = 16
@@ -41,8 +40,7 @@ class Connector(aiohttp.UnixConnector):
     def __init__(self, path: str, ours: Callable[[int], bool], fd: int | None = None) -> None:
         super().__init__(path, limit=0, keepalive_timeout=KEEP_S)
         self._is_ours = ours
-        self._fd = fd
-        self._mark: Mark | None = None
+        self.way = Way(Path(path), fd)
         self._known: set[int] = set()
         self._turn = asyncio.Semaphore(CONNECTING)
 
@@ -62,16 +60,16 @@ class Connector(aiohttp.UnixConnector):
     async def _connect(self) -> socket.socket:
         """A full backlog answers EAGAIN, which asyncio takes for a connection in progress: so this is done by hand."""
         until = time.monotonic() + CONNECT_S
-        if self._fd is None:
-            self._see()
+        if self.way.fd is None:
+            self.way.look()
         while True:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
-                sock.connect(self.path if self._fd is None else f"/proc/self/fd/{self._fd}")
+                sock.connect(self.path if self.way.fd is None else f"/proc/self/fd/{self.way.fd}")
                 self._check(sock)
             except (BlockingIOError, ConnectionRefusedError):
                 sock.close()
-                self._see()
+                self.way.look()
                 if time.monotonic() >= until:
                     raise
             except BaseException:
@@ -80,21 +78,6 @@ class Connector(aiohttp.UnixConnector):
             else:
                 return sock
             await asyncio.sleep(0.005)
-
-    def _see(self) -> None:
-        """Hold on to the socket that lies at our path; where none does that can be trusted, to the one that lay there last."""
-        with contextlib.suppress(OSError):
-            mark = Mark.of(Path(self.path))
-            if mark != self._mark and is_private(mark.path.parent):
-                fd = os.open(self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-                self.forget()
-                self._mark, self._fd = mark, fd
-
-    def forget(self) -> None:
-        """It is not reached any more by a path that is gone."""
-        fd, self._fd, self._mark = self._fd, None, None
-        if fd is not None:
-            os.close(fd)
 
     def _check(self, sock: socket.socket) -> None:
         pid, _ = processes.peer_of(sock)
@@ -129,7 +112,7 @@ class Upstream:
             self.connections.close()
         await self.session.close()
         if self._connector is not None:
-            self._connector.forget()
+            self._connector.way.forget()
 
     async def call(self, method: str, path: str, *, within_s: float, body: object = None) -> tuple[int, bytes]:
         """A call of our own. Raises :class:`gpuckpt.errors.ServerRefused` where no answer comes."""
