@@ -33,6 +33,8 @@ SLOW = ("lock", "checkpoint", "store", "drop", "load", "restore")  # a caller ca
 #: (command, step, fault) after which the process may be lost, since nobody can help it.
 EXPECTED = {("resume", "restore", "out of GPU memory"), ("resume", "restore", "out of host memory")}
 KILLED = ("kill -9 of a target",)
+#: What a target takes besides, to sum up a chunk; torch keeps it.
+SUM_MIB = 2048
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def play(case: Case, t: Target) -> dict[str, Any]:
             strike(case, command, t, undo)
         code, doc = command.end()
     finally:
+        command.p.kill()  # whatever went wrong here: where it stood it would hold its locks
         for mend in undo:
             mend()
     row = {"exit": code, "code": (doc.get("error") or {}).get("code"), "said": {str(p["pid"]): p["state"] for p in doc.get("processes", [])}}
@@ -183,7 +186,7 @@ def strike(case: Case, command: Command, t: Target, undo: list[Callable[[], obje
             before = resource.prlimit(t.pid, resource.RLIMIT_AS, (process.memory_info().vms + (64 << 20), resource.RLIM_INFINITY))
             undo.append(lambda: resource.prlimit(t.pid, resource.RLIMIT_AS, before))
         case "out of GPU memory":
-            filler = Target(max(0.1, (free_mib() - 900) / 1024))
+            filler = Target(max(0.1, (free_mib() - 900 - SUM_MIB) / 1024))
             undo.append(filler.end)
 
 

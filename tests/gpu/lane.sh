@@ -3,10 +3,13 @@
 #
 # So scripts for one GPU can run side by side on a machine of several. The command has a session, a cgroup and a /dev of its own, in which
 # that GPU's node alone is there, and the driver's libraries are told not to make the others anew. Host memory, its bandwidth and the CPUs are shared.
+# This script takes the name of an init: what one of those started is not taken for one job, and so the lanes have nothing in common.
 set -e
 gpu=$1
 shift
-exec setsid -w unshare --mount --propagation private bash -e -c '
+printf tini > "/proc/$$/comm"
+trap 'kill "$lane"' TERM INT
+setsid -w unshare --mount --propagation private bash -e -c '
 gpu=$1; shift
 dev=$(mktemp -d); mount -t tmpfs -o mode=755 lane "$dev"
 for path in /dev/*; do
@@ -21,4 +24,6 @@ parameters=$(mktemp); sed "s/ModifyDeviceFiles: 1/ModifyDeviceFiles: 0/" /proc/d
 mount --bind "$parameters" /proc/driver/nvidia/params
 echo +memory > /sys/fs/cgroup/cgroup.subtree_control 2> /dev/null || true
 if mkdir -p "/sys/fs/cgroup/lane$gpu" 2> /dev/null; then echo $$ > "/sys/fs/cgroup/lane$gpu/cgroup.procs"; fi
-exec "$@"' lane "$gpu" "$@"
+exec "$@"' lane "$gpu" "$@" &
+lane=$!
+wait "$lane"
