@@ -35,6 +35,11 @@ def figures() -> str:
             rows.append(
                 f"| {what}, {gib:.1f} GiB | {both(sides['without'])} | **{both(sides['with'])}** | {left} | {source(f'preload_{kind}')} |"
             )
+    if found := result("vllm_sleep_exec"):
+        ways = {way: [r for r in found["cycles"] if r["method"] == way and r["resume"] == 0] for way in ("driver", "alone")}
+        what = f"`vllm serve`, {most(ways['driver'], 'gpu_mib') / 1024:.0f} GiB, all of it kept; its first suspend takes {ways['driver'][0]['suspend_wall_s']:.1f} s"
+        left = most(ways["driver"], "left_mib")
+        rows.append(f"| {what} | {both(ways['alone'])} | **{both(ways['driver'])}** | {left} MiB | {source('vllm_sleep_exec')} |")
     if found := result("vllm_sleep"):
         ways = {way: [r for r in found["cycles"] if r["method"] == way and r["resume"] == 0] for way in ("driver", "auto")}
         what = f"`vllm serve`, {most(ways['auto'], 'gpu_mib') / 1024:.0f} GiB; its KV cache is dropped, its first suspend takes {ways['auto'][0]['suspend_wall_s']:.1f} s"
@@ -96,21 +101,26 @@ def tested() -> str:
             "vllm_sleep",
             "`vllm serve --enable-sleep-mode`: by its allocator and the driver, by the driver alone, by its allocator alone; a request in flight",
         ),
+        ("vllm_sleep_exec", "the same started by `gpuckpt exec`: by the driver with the preload library and without it, in turn"),
         ("vllm_sleep_pool_exec", "the same with the preload library and `GPUCKPT_POOL=1`: weights, KV cache and graphs in gpuckpt's pool"),
         ("two_ranks", "a torch job of two ranks with three NCCL communicators each, eager and in a CUDA graph"),
+        ("two_ranks_looks", "the same, 17 cycles, by agents that look on the program's own thread"),
         (
             "two_hosts",
             "such a job by two coordinators, as on two hosts; one that never comes; kill -9 of one at the commit (two GPUs of one machine)",
         ),
         ("run_vllm", "`gpuckpt run --idle -- vllm serve`: suspended by itself, woken by requests; streams, held requests, leases, SIGTERM"),
-        ("run_vllm_leases", "and 15 leases of the whole GPU, a training in each"),
-        ("run_vllm_tp", "`gpuckpt run -- vllm serve -tp 2`: rehearsed, suspended when idle, ended (then its time was over)"),
+        ("run_vllm_leases", "and 20 leases of the whole GPU, a training in each"),
+        ("run_vllm_tp", "`gpuckpt run --idle -- vllm serve -tp 2`: rehearsed; three cycles, a long stream, SIGTERM"),
         (
             "with_trainer",
             "`suspend --with`: a trainer gives up its communicators with a server, and stands still until they are back (two GPUs)",
         ),
         ("awake_cost", "`vllm serve -tp 2` awake, with what makes it suspendable and without"),
+        ("awake_pool", "`vllm serve` awake, with the pool and the preload library and without, fresh and after a cycle"),
         ("what_stays", "what stays on the GPU, by class, after each way to empty it"),
+        ("what_stays_told", "and what a report tells of it, beside NVML and torch"),
+        ("comparison", "16 GiB by the driver, by gpuckpt in each way, by torch_memory_saver, in turn"),
         ("comparison_48", "48 GiB by the pool, by the driver, by torch_memory_saver and the driver"),
         ("comparison_vllm", "one `vllm serve` by the driver, by vLLM's sleep, by gpuckpt, in turn"),
         ("ranks_bad_days", "kill -9 of gpuckpt anywhere in a suspend and a resume of two ranks, then `recover`"),
@@ -126,6 +136,7 @@ def tested() -> str:
         ("reserve_torch", "and a torch process"),
         ("image", "images on disk and in memory, in turn"),
         ("pool", "the pool: sleeps, wakes, levels, graphs, a suspend while it sleeps; what ends while it sleeps"),
+        ("pool_128", "and once more, with fingerprints of 128 bits"),
         ("other_card", "resume on the other card, both ways (two GPUs)"),
         ("faults_gpu", faults_said()),
         ("soak", "a server under bursts of requests, suspended between and within them, others on the freed GPU"),
@@ -219,7 +230,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/figures.md": {"figures": tables.figures, "soak": tables.soak},
     "docs/how-it-works.md": {"added": tables.added, "growth": tables.growth, "killed": tables.killed},
     "docs/multi-gpu.md": {"tensor-parallel": tables_ranks.tensor_parallel, "awake-cost": tables_ranks.awake_cost},
-    "docs/pool.md": {"pool": tables.pool},
+    "docs/pool.md": {"pool": tables.pool, "awake-pool": tables_ranks.awake_pool},
     "docs/security.md": {"permissions": tables.permissions, "containers": tables.containers},
     "docs/vllm.md": {"vllm-versions": tables.vllm_versions},
     "docs/what-stays.md": {"what-stays": tables.what_stays},

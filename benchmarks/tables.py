@@ -47,16 +47,22 @@ def figures() -> str:
             )
             same = sum(r["same_text"] and r["same_logprobs"] for r in runs)
             notes.append(f"After {same} of {len(runs)} resumes `vllm serve` gave the same text and the same logprobs.")
-    for name, driver, auto in (
-        ("vllm_sleep", "by the driver alone", "vLLM's own allocator first, then the driver: the cache is dropped"),
+    for name, ways in (
+        ("vllm_sleep", {"driver": "by the driver alone", "auto": "vLLM's own allocator first, then the driver: the cache is dropped"}),
+        (
+            "vllm_sleep_exec",
+            {"alone": "by the driver, all of it kept", "driver": "**started by `gpuckpt exec`**, by the driver, all of it kept"},
+        ),
         (
             "vllm_sleep_pool_exec",
-            "**started by `gpuckpt exec`**, by the driver",
-            "**and with `GPUCKPT_POOL=1`**: the pool first, then the driver",
+            {
+                "driver": "**started by `gpuckpt exec`**, by the driver",
+                "auto": "**and with `GPUCKPT_POOL=1`**: the pool first, then the driver",
+            },
         ),
     ):
         if sleep := result(name):
-            for method, how in (("driver", driver), ("auto", auto)):
+            for method, how in ways.items():
                 runs = [r for r in sleep["cycles"] if r["method"] == method and r["resume"] == 0]
                 rows.append(
                     f"| `vllm serve --enable-sleep-mode` with {most(runs, 'gpu_mib') / 1024:.1f} GiB, {how}; {len(runs)} cycles in turn "

@@ -30,6 +30,30 @@ def tensor_parallel() -> str:
     return "\n".join([*rows, "", f"{said} The probe ran on two H200 and left no file: its figures tell the order, no more."])
 
 
+def awake_pool() -> str:
+    """What pool and preload library cost `vllm serve` while it is awake."""
+    found = result("awake_pool")
+    if found is None:
+        return UNTESTED
+    rows = [
+        f"| tokens/s, {found['load']['tokens']} tokens a stream; median of each start | without | with, fresh | with, after a suspend and a resume |"
+    ]
+    rows.append("|---|---|---|---|")
+    for streams, by in found["found"].items():
+        cells = ["; ".join(f"{v:,.0f}" for v in by[f"{kind}_by_start"]) for kind in ("without", "fresh", "after_a_cycle")]
+        rows.append(f"| {streams} stream{'s' if streams != '1' else ''} | {' | '.join(cells)} |")
+    differ = sum(n for start in found["starts"] if start["with"] for n in start["after_a_cycle_differs"].values())
+    m = found["machine"]
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"Batches of {', '.join(found['found'])}: {differ} answers after a resume differ from those before it. {m['gpu']}, driver {m['driver']}, "
+            f"vLLM {m['versions'].get('vllm')}, the servers in turn, beside other work on the machine's other GPU ({source('awake_pool', DOCS)}).",
+        ]
+    )
+
+
 def awake_cost() -> str:
     """What the settings that make `vllm serve -tp 2` suspendable cost it while it is awake."""
     found = result("awake_cost")

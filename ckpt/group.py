@@ -180,7 +180,7 @@ class Group(Walk):
         together: list[Member] = []
         for record in self.world.journal.records():
             if any(m.id in group for m in record.members):
-                alive = [m for m in record.members if self._is(m)]
+                alive = [m for m in record.members if self.world.alive(m.id)]
                 outside = [m.id.pid for m in alive if m.id not in group]
                 if outside and record.status is not Status.SUSPENDED:
                     raise errors.Refused(
@@ -229,7 +229,7 @@ class Group(Walk):
 
         Without *tree* it is the targets alone, and refused where they were suspended together with others.
         """
-        records = [r for r in self.world.journal.records() if any(self._is(m) for m in r.members)]
+        records = [r for r in self.world.journal.records() if any(self.world.alive(m.id) for m in r.members)]
         named = [m for r in records for m in r.members if m.id.pid in targets and not self._number_taken(m)]
         known = [r for r in records if any(m in named for m in r.members)]
         rest = [t for t in targets if not any(m.id.pid == t for m in named)]
@@ -252,7 +252,7 @@ class Group(Walk):
         members = {**found, **{m.id: m for r in known for m in r.members}}
         if not members:
             return None, inventory
-        others = [p for p in members if p.pid not in targets and self._is(members[p])]
+        others = [p for p in members if p.pid not in targets and self.world.alive(p)]
         if others and not tree:
             raise errors.Refused(
                 f"pid {targets[0]} was suspended together with pid {others[0]}, and is resumed with it; nothing was touched",
@@ -271,12 +271,9 @@ class Group(Walk):
             replaces=tuple(dict.fromkeys(i for r in known for i in (*r.replaces, r.id) if i != first.id)),
         ), inventory
 
-    def _is(self, member: Member) -> bool:
-        return self.world.states([member.id])[member.id] is not State.GONE
-
     def _number_taken(self, member: Member) -> bool:
         """Whether another CUDA process has the pid of *member*, who ended."""
-        if self._is(member):
+        if self.world.alive(member.id):
             return False
         try:
             return any(p.pid == member.id.pid for p in self.world.inspect([member.id.pid], tree=False).processes)

@@ -61,6 +61,7 @@ class Record:
     controller: ProcessId | None = None
     replaces: tuple[str, ...] = ()  # ids of records that count no more, whether or not their files are still there
     membership: Membership | None = None  # of a group that other hosts have a part in
+    onto: tuple[str, ...] = ()  # GPUs that a resume under way restores onto, where they are others
     locking: tuple[float, float] | None = None  # when its members were being locked, at most: from and until, in seconds since boot
     down: State = State.CHECKPOINTED  # what its members are when it is suspended; disarmed where the driver has no part in it
     since: float = field(default_factory=time.time)  # seconds since the epoch: for people only, never compared
@@ -261,6 +262,7 @@ def _record(document: dict[str, Any]) -> Record:
         controller=ProcessId(**controller) if controller else None,
         replaces=tuple(document.get("replaces", ())),
         membership=Membership(**{**membership, "hosts": tuple(membership["hosts"])}) if membership else None,
+        onto=tuple(document.get("onto", ())),
         locking=tuple(document["locking"]) if document.get("locking") else None,
         down=State(document.get("down", State.CHECKPOINTED)),
         since=document["since"],

@@ -364,10 +364,11 @@ class LocalWorld:
         with contextlib.suppress(OSError):
             self._wake.recv(64, socket.MSG_DONTWAIT)
 
-    # Claims.
-
     def claim(self, processes_: Sequence[ProcessId], until: float) -> FileClaim:
         return self._claim({f"/proc/{p.pid}": f"pid {p.pid}" for p in sorted(processes_) if processes.is_same(p)}, until)
+
+    def claimed(self, process: ProcessId) -> bool:
+        return claims.taken(f"/proc/{process.pid}")
 
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> FileClaim:
         return self._claim({self.devices.gpu_lock_path(g): g.label for g in sorted(gpus, key=lambda g: g.uuid)}, until)

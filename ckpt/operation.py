@@ -138,7 +138,9 @@ class Operation(Reporting):
             if unread := keeping.load(self, [p for p, state in self.now.items() if state is State.CHECKPOINTED]):
                 self.check_interruption()
                 raise self._with_report(unread[0].error)
-            self.save(required=True, status=Status.RESUMING)
+            self.save(
+                required=True, status=Status.RESUMING, onto=tuple(sorted({gpu_map[g.uuid] for g in record.gpus if g.uuid in gpu_map}))
+            )
             self.world.journal.remove(*self.record.replaces)
             if short := room.shortages(self, room.need(self, gpu_map), gpu_map):  # somebody was quicker than our disk
                 self.save(status=Status.SUSPENDED)

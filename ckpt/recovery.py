@@ -22,8 +22,9 @@ _AGAIN = Report("recover", False, False)
 def unfinished(world: World) -> list[Record]:
     """Records that stand for something other than a group that is wholly suspended, or whose processes are gone."""
     found = []
-    for record in world.journal.records():
-        states = world.states(m.id for m in record.members)
+    records = world.journal.records()
+    states = world.states({m.id for r in records for m in r.members})  # at once: whoever is at work keeps us waiting
+    for record in records:
         alive = [m for m in record.members if states[m.id] is not State.GONE]
         along = {m.id for m in record.members if m.along}
         whole = record.status is Status.SUSPENDED and all(states[m.id] is plan.bottom(m.id, along, record.down) or m.lost for m in alive)

@@ -58,20 +58,29 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
     before = len(walk.world.interruptions)
     needed = need(walk, gpu_map)
     gpus = [g for g in walk.world.gpus() if g.uuid in needed]
-    walk.claims.append(walk.world.claim_gpus(gpus, max(until, walk.deadline.at)))
+    held = walk.world.claim_gpus(gpus, latest := max(until, walk.deadline.at))
+    walk.claims.append(held)
     with walk.step("room"):
         while True:
-            coming = unclaimed_restores(walk, needed)
+            coming = restores_to_come(walk, needed)
             short = shortages(walk, needed, gpu_map)
             if not coming and not short:
                 return
+            others = not short and all(walk.world.claimed(p) for p in coming)  # at work, and will end
             if len(walk.world.interruptions) > before:
                 signum = walk.world.interruptions[-1]
                 raise errors.Interrupted("interrupted while waiting for room; nothing was restored", signum=signum, step="room")
-            if walk.world.now() >= until or any(s.kind == "missing" for s in short):
+            patience = latest if others else until
+            if walk.world.now() >= patience or any(s.kind == "missing" for s in short):
                 raise no_room(walk, short[0]) if short else still_coming(walk, coming[0])
-            walk.say("room", f"waiting for {f'room on {short[0].uuid}' if short else f'the restore of pid {coming[0]} to end'}")
-            walk.world.wait((), min(until, walk.world.now() + 0.2))
+            walk.say("room", f"waiting for {f'room on {short[0].uuid}' if short else f'what is under way on pid {coming[0]} to end'}")
+            if others:  # they may need the GPUs, to go back
+                walk.claims.remove(held)
+                held.release()
+            walk.world.wait((), min(patience, walk.world.now() + 0.2))
+            if others:
+                held = walk.world.claim_gpus(gpus, latest)
+                walk.claims.append(held)
 
 
 def for_goal(walk: Walk, goal: Mapping[ProcessId, State], wait_s: float) -> tuple[dict[ProcessId, State], GpuckptError | None]:
@@ -103,28 +112,35 @@ def shortages(walk: Walk, needed: Mapping[str, int], gpu_map: Mapping[str, str])
     return plan.shortages(needed, recorded, walk.world.gpus())
 
 
-def unclaimed_restores(walk: Walk, uuids: Collection[str]) -> list[ProcessId]:
-    """Processes of other groups whose restore onto one of these GPUs may be under way although nobody holds the GPU for it.
+def restores_to_come(walk: Walk, uuids: Collection[str]) -> list[ProcessId]:
+    """Processes of other groups that may yet take memory back on these GPUs, which we hold: what they have yet to take would look free.
 
-    The driver goes on with a restore when its controller and its caller are killed together, as by the end of a service or
-    container, and an agent brings its process's memory back when its controller is gone. What they have yet to take would look free to us.
+    Whoever is at work on one takes its GPU first. But the driver goes on with a restore when its controller and its caller are killed
+    together, as by the end of a service or container, and an agent brings its process's memory back once its controller is gone.
     """
     assert walk.record is not None
     found = []
     for record in walk.world.journal.records():
         if record.id != walk.record.id and record.status is not Status.SUSPENDED:
-            near = {m.id: m for m in record.members if not m.along and (not m.gpus or any(g.uuid in uuids for g in m.gpus))}
-            states = walk.world.states(near)
-            found += [p for p, state in states.items() if state is State.BLOCKED or (near[p].movable and state in plan.AWAY)]
+            onto = any(u in uuids for u in record.onto)
+            near = {m.id: m for m in record.members if not m.along and (onto or not m.gpus or any(g.uuid in uuids for g in m.gpus))}
+            left = {p for p in near if not walk.world.claimed(p)}
+            states = walk.world.states(p for p, m in near.items() if p in left or m.movable)
+            found += [
+                p for p, state in states.items() if (state is State.BLOCKED and p in left) or (near[p].movable and state in plan.AWAY)
+            ]
     return found
 
 
 def still_coming(walk: Walk, process: ProcessId) -> GpuckptError:
+    stays = "nothing was restored; the suspended process is intact"
+    if walk.world.claimed(process):
+        words = f"a gpuckpt is at work on {walk.world.describe(process.pid)} on the same GPU, which may still take its memory back"
+        return errors.Busy(f"{words}; {stays}", hint="try again when it has ended", pid=process.pid, step="room")
     halted = walk.world.halted(process)
     then = f"{let_go(halted, [process.pid])}, then " if halted else "when it has ended, "
     return errors.Busy(
-        f"{walk.world.describe(process.pid)} was left in the middle on the same GPU, and may still take its memory back; "
-        "nothing was restored; the suspended process is intact",
+        f"{walk.world.describe(process.pid)} was left in the middle on the same GPU, and may still take its memory back; {stays}",
         hint=f"{then}gpuckpt recover",
         pid=process.pid,
         step="room",

@@ -159,6 +159,10 @@ class World(Protocol):
         signal that comes meanwhile."""
         ...
 
+    def claimed(self, process: ProcessId) -> bool:
+        """Whether *process* is held: a gpuckpt is at work on it, or a call that one began."""
+        ...
+
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> Claim:
         """Hold *gpus* for a resume, in UUID order. Raises :class:`gpuckpt.errors.Busy`."""
         ...

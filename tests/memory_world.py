@@ -274,6 +274,10 @@ class MemoryWorld:
         self.point("claim")
         return self._claim([f"pid {p}" for p in sorted(processes) if p.pid in self.machine.rules.processes], until)
 
+    def claimed(self, process: ProcessId) -> bool:
+        self.point("claimed")
+        return f"pid {process}" in self.machine.claims
+
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> Claim:
         self.point("claim_gpus")
         return self._claim([f"gpu {g.uuid}" for g in sorted(gpus, key=lambda g: g.uuid)], until)

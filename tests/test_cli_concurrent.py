@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import pytest
+
 from gpuckpt.model import Call, State
 from tests.simulated_machine import eventually
 
@@ -163,3 +165,51 @@ def test_the_way_back_is_blocked(machine: Machine) -> None:
     assert machine.gpuckpt("resume", one.pid).states == {one.pid: "running", two.pid: "running"}
     assert one.unharmed()
     assert machine.records() == []
+
+
+@pytest.mark.parametrize("gpu", ["0", "1"])
+def test_a_resume_beside_a_suspend(machine2: Machine, gpu: str) -> None:
+    """The driver does not answer for who is in the middle of a checkpoint: no other one waits for that, on its own GPU or on another."""
+    one, two = machine2.target("--gib", "2"), machine2.target("--gib", "2", "--gpu", gpu)
+    machine2.gpuckpt("suspend", one.pid)
+    machine2.world.add_fault("checkpoint", pid=two.pid, hang=True)
+    suspend = machine2.begin("suspend", two.pid, "--timeout", "5s")
+    eventually(lambda: machine2.faults_left() == 0, "the checkpoint hangs")
+    assert machine2.gpuckpt("resume", one.pid, "--timeout", "1500ms").code == 0, "less than a state is waited for"
+    assert one.unharmed()
+    assert suspend.process.poll() is None
+    suspend.signal(9)
+
+
+def test_a_resume_waits_for_a_pool_on_its_way(machine: Machine) -> None:
+    """Its agent would bring its memory back, unasked, if its suspend broke off. The way back of that suspend is not in the resume's way."""
+    one, two = machine.target("--gib", "50"), machine.target("--gib", "1", "--pool", "weights=10")
+    machine.gpuckpt("suspend", one.pid)
+    machine.world.add_fault("lock", pid=two.pid, result="UNKNOWN", delay_s=1.0)
+    suspend = machine.begin("suspend", two.pid)
+    eventually(lambda: machine.faults_left() == 0, "its pool is away")
+    resume = machine.begin("resume", one.pid)
+    assert suspend.end().error["code"] == "driver-error"
+    assert two.unharmed()
+    assert resume.end().code == 0
+    assert one.unharmed()
+
+
+def test_a_restore_that_was_left_onto_another_card(machine2: Machine) -> None:
+    """What it has yet to take looks free on the card that it goes to, and is not."""
+    moved, other = machine2.target("--gib", "50"), machine2.target("--gib", "50", "--gpu", "1")
+    for t in (moved, other):
+        machine2.gpuckpt("suspend", t.pid)
+    machine2.slow(0.03)
+    resume = machine2.begin("resume", moved.pid, "--gpu", machine2.uuids[1])
+    eventually(lambda: moved.under_way(Call.RESTORE), "the restore")
+    resume.signal(9)
+    machine2.kill_callers()
+    refused = machine2.gpuckpt("resume", other.pid)
+    assert refused.code in (6, 124), "while it is under way, or when it has ended"
+    assert other.state is State.CHECKPOINTED
+    machine2.gpuckpt("recover")
+    assert moved.unharmed()
+    moved.kill()
+    assert machine2.gpuckpt("resume", other.pid).code == 0
+    assert other.unharmed()

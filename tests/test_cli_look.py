@@ -337,3 +337,10 @@ def test_version(machine: Machine) -> None:
 def test_a_closed_pipe_is_no_traceback(machine: Machine) -> None:
     done = subprocess.run(["sh", "-c", '"$0" ps --json | true'], env=machine.environ, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [("ps",), ("status",), ("resume", str(os.getpid()))])
+def test_a_simulated_machine_that_is_none(machine: Machine, command: tuple[str, ...], tmp_path: Path) -> None:
+    result = machine.gpuckpt(*command, GPUCKPT_SIMULATE=str(tmp_path / "none"))
+    assert (result.code, result.error["code"]) == (2, "usage")
+    assert f"GPUCKPT_SIMULATE={tmp_path / 'none'}" in result.error["message"]

@@ -19,6 +19,7 @@ from gpuckpt.driver.api import CallError, DriverVersion
 from gpuckpt.driver.simulated_proc import active, alive, killed, look, now_s, stopped
 from gpuckpt.driver.simulated_rules import DEFAULT_DRIVER, Rules, SimulatedGpu, SimulatedProcess
 from gpuckpt.driver.simulated_world import SUCCESS, Fault, Operation, StateLostError, World
+from gpuckpt.errors import Usage
 from gpuckpt.model import GIB, Call, State
 
 if TYPE_CHECKING:
@@ -62,8 +63,11 @@ class SimulatedWorldDir:
     def transaction(self) -> Iterator[World]:
         """The world, alone: the dead forgotten, what is due carried on. Saved at the end, unless the block raises."""
         with contextlib.ExitStack() as held:
-            held.enter_context(_flocked(self.path / "lock"))
-            before = self._machine.read_text()
+            try:
+                held.enter_context(_flocked(self.path / "lock"))
+                before = self._machine.read_text()
+            except FileNotFoundError:
+                raise Usage(f"GPUCKPT_SIMULATE={self.path}: no simulated machine is there", hint="unset GPUCKPT_SIMULATE") from None
             world = World.from_text(before)
             self._settle(world)  # a caller may have been killed between saving and moving
             self._forget_dead(world)
