@@ -45,7 +45,8 @@ class Kept:
         if on_disk:  # and a journal of somebody else may know where
             where = str(Path(member.image["path"]).parent) if member is not None and member.image is not None else "?"
         path = seen.get("path", paths.DRIVER)
-        made = {"path": path, **{k: seen.get(k) for k in ("why", "populate_s", "threads", "huge_pages", "copied_bytes", "copy_threads")}}
+        told = ("why", "populate_s", "threads", "huge_pages", "copied_bytes", "copy_threads", "from_reserve_bytes")
+        made = {"path": path, **{k: seen.get(k) for k in told}}
         seconds = next((s.seconds_by_pid.get(process.pid) for s in walk.steps if s.name == Call.CHECKPOINT), None)
         estimate = None if walk.world.simulated else paths.other(path, nbytes, seconds, shared=(seen.get("copy_threads") or 0) > 1)
         made |= {"estimate": estimate and estimate.as_dict(), "in": where, "bytes": nbytes}

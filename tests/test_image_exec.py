@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuckpt.doctor import memory
 from gpuckpt.image import paths, preload
 from tests.machines import Machine
 from tests.simulated_machine import COMMAND
@@ -108,7 +107,7 @@ def test_the_doctor_tells_which_cuda_processes_have_it(machine: Machine) -> None
 
 
 def test_the_doctor_tells_of_a_kernel_that_is_too_old(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "populates", lambda: False)
+    monkeypatch.setattr(preload, "populates", lambda: False)
     line = machine.line("preload library")
     assert (line.status, "on disk" in line.message, line.fix) == ("warning", True, "Linux 5.14 or newer")
 

@@ -71,6 +71,8 @@ def test_a_report_tells_the_path_why_and_what_the_other_would_have_taken(
     report = suspended(monkeypatch, path="preload", copy_threads=16)
     show(report)
     assert f"with the preload library (estimate without: about {1 / many:.1f}-{1 / few:.1f} s of checkpoint" in capsys.readouterr().out
+    show(suspended(monkeypatch, path="preload", from_reserve_bytes=8 * GIB))
+    assert "with the preload library, 8.0 GiB of it ready before\n" in capsys.readouterr().out
 
 
 def test_nothing_is_made_up_of_simulated_times(machine: Machine) -> None:

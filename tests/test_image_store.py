@@ -248,6 +248,25 @@ def test_the_header_comes_when_the_content_is_on_disk(suspended: Suspended, monk
     assert flushed == [False, True]
 
 
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.EPERM])
+def test_pages_that_could_not_be_got_again_are_not_given_back(suspended: Suspended, error: int) -> None:
+    """Linux before 5.14, or a filter, forbids the one advice by which they come: on disk the image would stay for ever."""
+    suspended.program.ask(f"deny madvise {error} {preload.MADV_POPULATE_WRITE}")
+    with pytest.raises(errors.ImageNotStored, match="could not be got again"):
+        suspended.keep()
+    assert not keeper.dropped(suspended.program.id)
+    assert suspended.whole()
+    assert list(suspended.directory.iterdir()) == []
+
+
+def test_a_kernel_that_is_too_old_is_refused_before_anything_is_locked(start_program: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = start_program()
+    preload.refuse_missing(program.id)
+    monkeypatch.setattr(preload, "populates", lambda: False)
+    with pytest.raises(memory.Unavailable, match=r"5\.14"):
+        preload.refuse_missing(program.id)
+
+
 def test_an_image_that_the_library_did_not_see(start_program: Start, tmp_path: Path) -> None:
     program = start_program()
     with pytest.raises(memory.Unavailable, match="no keeper"), memory.of(program.id):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 MADV_NOHUGEPAGE = 15
 MADV_HUGEPAGE = 14
-MADV_POPULATE_WRITE = 23  # Linux 5.14
 MEASURED_BYTES = 256 * MIB
 ROOM_TO_MEASURE = GIB
 _COMPILE = "install a C compiler (gcc), then in the sources of gpuckpt: pip install --force-reinstall --no-deps --no-cache-dir ."
@@ -213,23 +212,13 @@ def preload_library(subject: Subject) -> Iterator[Check]:
     if why := preload.problem():
         fix = f"unset {preload.VARIABLE}" if why.startswith(preload.VARIABLE) else _COMPILE
         yield Check(name, "warning", f"none: {why}. Suspends take the driver's own path; {told}", fix)
-    elif not populates():
+    elif not preload.populates():
         missing = "this kernel lacks MADV_POPULATE_WRITE: the library can do nothing here, and no image can be kept on disk"
         yield Check(name, "warning", f"{missing}; {told}", "Linux 5.14 or newer")
     else:
         few, many = (f"{1 / ratio:.1f}" for ratio in (max(paths.RATIOS), min(paths.RATIOS)))
         gain = f"; a large checkpoint without it takes about {few}-{many} times as long on 16 CPUs (estimate, by {paths.SOURCES[0]})"
         yield Check(name, "ok", f"{told}; programs get it by `gpuckpt exec -- COMMAND`{gain}")
-
-
-def populates() -> bool:
-    """Whether the kernel can populate memory and say so if it cannot."""
-    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        try:
-            memory.madvise(MADV_POPULATE_WRITE)
-        except OSError:
-            return False
-    return True
 
 
 def measure_fault_rates(nbytes: int = MEASURED_BYTES) -> FaultRates:
@@ -249,7 +238,7 @@ def _fault_rate(nbytes: int, advice: int) -> float:
         memory.madvise(advice)
         begin = time.perf_counter()
         try:
-            memory.madvise(MADV_POPULATE_WRITE)
+            memory.madvise(preload.MADV_POPULATE_WRITE)
         except OSError:  # an older kernel
             with memoryview(memory) as view, view[::4096] as pages:
                 pages[:] = bytes(len(pages))

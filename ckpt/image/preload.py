@@ -6,6 +6,7 @@ What the two say to each other lies in a page of the library's (:mod:`gpuckpt.im
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import time
@@ -23,6 +24,7 @@ from gpuckpt.model import ProcessId
 __all__ = ["NAME", "VARIABLE", "Image", "Result", "Unavailable", "Verdict"]
 
 MOST_THREADS = 16
+MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 #: How long an announcement holds whose gpuckpt died, in seconds. A checkpoint maps its image when it begins.
 HOLDS_S = 120.0
@@ -133,6 +135,16 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return changed
 
 
+def populates() -> bool:
+    """Whether the kernel can populate memory and say so if it cannot."""
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        try:
+            memory.madvise(MADV_POPULATE_WRITE)
+        except OSError:
+            return False
+    return True
+
+
 def loaded(pid: int) -> bool:
     """Whether *pid* has the library mapped; False where we may not look or *pid* is gone."""
     return any(Path(os.fsdecode(path)).name.startswith(NAME) for _, _, _, path in page.mappings(pid))
@@ -235,7 +247,9 @@ def result(process: ProcessId) -> Result:
 def refuse_missing(process: ProcessId) -> None:
     """Raise :class:`Unavailable` where the library could not act in *process*, or is not wanted (``GPUCKPT_PRELOAD=0`` here)."""
     if os.environ.get(VARIABLE) == "0":
-        raise Unavailable(f"{VARIABLE}=0")
+        raise Unavailable(f"{VARIABLE}=0 is set here")
+    if not populates():
+        raise Unavailable("this kernel is older than Linux 5.14, and could not get its pages back")
     with page.opened(process):
         pass
 

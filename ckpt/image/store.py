@@ -16,6 +16,7 @@ whoever was killed. Where the process cannot open it (another container's file s
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
@@ -61,6 +62,7 @@ def write(memory: Memory, process: ProcessId, directory: Path, operation: str, c
         )
     try:
         regions = memory.regions()
+        _prove_pages_come(memory, regions[0])
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with file.directly(path, flags) as fd:
             made = True
@@ -173,12 +175,24 @@ def unknown(process: ProcessId) -> errors.ImageUnreadable:
 
 
 def not_stored(process: ProcessId, directory: Path, error: Exception) -> errors.GpuckptError:
+    elsewhere = f"gpuckpt suspend {process} --keep-in another directory; or " if isinstance(error, OSError) else ""
     return errors.ImageNotStored(
         f"pid {process} is suspended, but its image stays in host memory: it could not be written to {directory}: {_words(error)}",
-        hint=f"gpuckpt suspend {process} --keep-in another directory; or gpuckpt resume {process} as ever",
+        hint=f"{elsewhere}gpuckpt resume {process} as ever",
         pid=process.pid,
         step=str(Call.STORE),
     )
+
+
+def _prove_pages_come(memory: Memory, region: Region) -> None:
+    """Get a page that is there, which changes nothing. Where that cannot be, by its kernel or a filter, an image on disk would stay there for
+    ever."""
+    try:
+        memory.fill(Region(region.address, mmap.PAGESIZE))
+    except OSError as error:
+        raise Unavailable(
+            f"its pages could not be got again ({error.strerror}), which takes Linux 5.14, and no seccomp filter against MADV_POPULATE_WRITE"
+        ) from error
 
 
 def _no_room(process: ProcessId, nbytes: int, room: HostRoom) -> errors.GpuckptError:
