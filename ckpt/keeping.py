@@ -56,6 +56,30 @@ class Kept:
 NOWHERE = Kept()
 
 
+def on_disk(walk: Walk, process: ProcessId) -> bool:
+    """Whether the only whole copy of its image is in a file. The process itself tells."""
+    return bool(walk.world.image(process).get("dropped"))
+
+
+def movable(walk: Walk, directory: str, processes: Iterable[GpuProcess]) -> list[GpuProcess]:
+    """Of *processes*, which are suspended, those whose images *directory* does not have yet. One that lies elsewhere stays there, and that
+    is said."""
+    if directory == RAM:
+        return []
+    known = {m.id: m.image for r in walk.world.journal.records() for m in r.members}
+    left = []
+    for p in processes:
+        if p.along:
+            continue
+        if not on_disk(walk, p.id):
+            left.append(p)
+        elif image := known.get(p.id):
+            where = Path(image["path"]).parent
+            if where != Path(directory).resolve():
+                walk.warnings.append(f"the image of pid {p.pid} is on disk already, in {where}, and stays there")
+    return left
+
+
 def refuse(walk: Walk, directory: str, processes: Iterable[GpuProcess]) -> None:
     """Raise if the images of *processes* cannot be kept in *directory*: nothing has been touched. Warns of what a person may not expect."""
     if directory == RAM:
@@ -72,7 +96,7 @@ def refuse(walk: Walk, directory: str, processes: Iterable[GpuProcess]) -> None:
         except Unavailable as error:
             raise errors.NoPreload(
                 f"the image of pid {p.pid} ({p.name}) can be kept in host memory only: {error}; nothing was touched",
-                hint="start it by `gpuckpt exec -- COMMAND`; or suspend it without --keep-in",
+                hint="suspend it without --keep-in" + ("" if preload.loaded(p.pid) else "; or start it by `gpuckpt exec -- COMMAND`"),
                 pid=p.pid,
             ) from error
     place = Path(directory)
@@ -100,7 +124,7 @@ def store(walk: Walk, directory: str) -> GpuckptError | None:
     The journal says where a file will lie before it is made, and the pages go only when it says so.
     """
     assert walk.record is not None
-    members = [m for m in walk.record.members if walk.now.get(m.id) is State.CHECKPOINTED and not m.lost and not _on_disk(walk, m)]
+    members = [m for m in walk.record.members if walk.now.get(m.id) is State.CHECKPOINTED and not m.lost and not on_disk(walk, m.id)]
     if directory == RAM or not members:
         return None
     from gpuckpt.image import file
@@ -146,7 +170,7 @@ def load(walk: Walk, processes: Iterable[ProcessId]) -> list[Failure]:
         member = walk.record.member(process)
         if member is not None and member.image is not None and "inode" in member.image:
             wanted[process] = member.image
-        elif walk.world.image(process).get("dropped"):
+        elif on_disk(walk, process):
             wanted[process] = {}  # this journal does not say where: the process may hold it
     return _without_the_dead(walk, _calls(walk, Call.LOAD, wanted)[1]) if wanted else []
 
@@ -203,10 +227,6 @@ def _without_the_dead(walk: Walk, failures: list[Failure]) -> list[Failure]:
         return failures
     walk.warnings += [f.error.message for f in gone]
     return [f for f in failures if f not in gone]
-
-
-def _on_disk(walk: Walk, member: Member) -> bool:
-    return member.image is not None and bool(walk.world.image(member.id).get("dropped"))
 
 
 def _unsaid(walk: Walk, processes: Iterable[ProcessId]) -> None:

@@ -15,7 +15,7 @@ from gpuckpt.barrier import END
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import as_member, total_retained, waits_for_others
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Inventory, ProcessId, Report, State, Status
+from gpuckpt.model import Call, GpuProcess, Inventory, ProcessId, Report, State, Status
 from gpuckpt.reporting import Reporting
 from gpuckpt.walk import Failure
 
@@ -69,7 +69,8 @@ class Operation(Reporting):
             if already:
                 if oom_score_adj is not None:
                     self.warnings.append("it was suspended before: its oom_score_adj stays as it is")
-                return self._already(inventory) if keep_in == keeping.RAM else self._keep(targets, tree, keep_in, inventory)
+                moving = keeping.movable(self, keep_in, inventory.processes)
+                return self._keep(targets, tree, keep_in, moving) if moving else self._already(inventory)
             self._begin(inventory)
             try:
                 self.walk(self.bottoms(), stop=True, before={**self.before, Call.CHECKPOINT: lambda: self._reinspect(targets, tree)})
@@ -187,14 +188,14 @@ class Operation(Reporting):
 
     # On the way.
 
-    def _keep(self, targets: Sequence[int], tree: bool, keep_in: str, inventory: Inventory) -> Report:
-        """Move the images of a group that was suspended before."""
+    def _keep(self, targets: Sequence[int], tree: bool, keep_in: str, moving: Sequence[GpuProcess]) -> Report:
+        """Move images of a group that was suspended before."""
         record, _ = self.group_to_resume(targets, tree)
         assert record is not None
         self.record = record
         self.look()
         self.refuse_unanswered()
-        keeping.refuse(self, keep_in, [p for p in inventory.processes if not p.along])
+        keeping.refuse(self, keep_in, moving)
         self.world.journal.prepare()
         self.save(required=True)
         self.world.journal.remove(*record.replaces)
@@ -202,9 +203,8 @@ class Operation(Reporting):
 
     def _kept(self, keep_in: str) -> Report:
         """The group is suspended, and told so: the end of it is where its images lie."""
-        if error := keeping.store(self, keep_in):
-            self._end(error, {})
-        return self._finish()
+        error = keeping.store(self, keep_in)
+        return self._end(error, {}) if error else self._finish()
 
     def _run(self, phase: plan.Phase, gpu_map: Mapping[str, str]) -> list[Failure]:
         """As every phase; nothing is restored whose image is not in memory."""

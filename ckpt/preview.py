@@ -9,7 +9,7 @@ from gpuckpt import keeping, method, plan, room
 from gpuckpt.agent.protocol import LOOK_S
 from gpuckpt.errors import GpuckptError
 from gpuckpt.group import Group, as_found, as_member
-from gpuckpt.model import GpuReport, ProcessReport, Report, State
+from gpuckpt.model import Call, GpuReport, ProcessReport, Report, State
 from gpuckpt.words import HELD, word
 
 
@@ -37,13 +37,16 @@ class Preview(Group):
         now = {p.id: p.state for p in inventory.processes}
         down = method.suspended(self, inventory)
         already = len(down) == len(now) and not self.left_in_the_middle(inventory)
+        moving = [p for p in inventory.processes if not p.along and keep_in != keeping.RAM]
         try:
             if already:
                 method.refuse_on_top(self, inventory, keep_in)
+                moving = keeping.movable(self, keep_in, inventory.processes)
             else:
                 self.refuse(inventory)
                 method.refuse(self, inventory, keep_in)
-            keeping.refuse(self, keep_in, [p for p in inventory.processes if not p.along])
+            if moving:
+                keeping.refuse(self, keep_in, moving)
             refused = None
         except GpuckptError as e:
             refused = e.as_dict()
@@ -54,10 +57,11 @@ class Preview(Group):
         movable = {p.id for p in inventory.processes if as_member(p, offload=by != "driver").movable}
         goal = {p: down.get(p, plan.bottom(p, beside, method.down(by))) for p in now}
         self.taken = method.taken(self, inventory)
+        to_disk = [plan.Phase(call, tuple(p.id for p in moving)) for call in (Call.STORE, Call.DROP) if moving]
         return self._previewed(
-            plan.phases(now, goal, agents, movable) if not refused or by != "pool" else (),
+            [*plan.phases(now, goal, agents, movable), *to_disk] if not refused or by != "pool" else (),
             as_found(inventory, down),
-            already=already and keep_in == keeping.RAM and not refused,
+            already=already and not moving and not refused,
             refused=refused,
             movable={str(p.pid): dataclasses.asdict(p.movable) for p in inventory.processes if p.movable},
             timeout_seconds=self.deadline.limit_s,
@@ -86,24 +90,33 @@ class Preview(Group):
         need = room.need(self, gpu_map)
         short = room.shortages(self, need, gpu_map)
         held = self.world.held()
+        kept = {
+            m.id: keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if self.now[m.id] is State.CHECKPOINTED else keeping.NOWHERE
+            for m in record.members
+        }
+        away = [p for p, image in kept.items() if image.disk_bytes]
         rows = [
             ProcessReport(
                 m.id.pid,
                 m.name,
                 "lost" if m.lost else HELD if m.along and self.is_down(m.id) else word(self.now[m.id], by_pool=self.is_down(m.id)),
                 tuple(GpuReport(g.uuid, g.nbytes, held.get(m.id.pid, {}).get(g.uuid, 0)) for g in m.gpus),
-                self.world.image_bytes(m.id) if self.now[m.id] is State.CHECKPOINTED else 0,
+                kept[m.id].host_bytes,
+                disk_bytes=kept[m.id].disk_bytes,
+                image=kept[m.id].image,
             )
             for m in record.members
             if self.now[m.id] is not State.GONE
         ]
+        from_disk = [plan.Phase(Call.LOAD, tuple(away))] if away else []
         return self._previewed(
-            plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING), self.agents, self.movable),
+            [*from_disk, *plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING), self.agents, self.movable)],
             rows,
             refused=room.no_room(self, short[0]).as_dict() if short else None,
             gpu_bytes_needed=need,
             gpu_bytes_free={g.uuid: g.free_bytes for g in self.world.gpus()},
             gpu_map=gpu_map,
+            host_bytes_needed=sum(kept[p].disk_bytes for p in away),
         )
 
     def _previewed(self, phases: Sequence[plan.Phase], rows: Sequence[ProcessReport], *, already: bool = False, **more: object) -> Report:

@@ -114,6 +114,8 @@ def show_plan(report: Report) -> None:
         click.echo(f"{uuid}: needs {size(need)}, has {size(plan['gpu_bytes_free'].get(uuid))} free")
     if error := plan["refused"]:
         show_refusal(error)
+    elif nbytes := plan.get("host_bytes_needed"):
+        click.echo(f"would go ahead, if host memory has room for the {size(nbytes)} that are on disk")
     else:
         click.echo("would go ahead")
 

@@ -88,11 +88,42 @@ def test_moved_to_disk_later(machine: Machine, target: Target, place: Path) -> N
     assert (moved.code, process(moved)["disk_bytes"]) == (0, 2 << 30)
     again = keep(machine, target, place)
     assert (again.code, process(again)["disk_bytes"]) == (0, 2 << 30), "asked for twice it is done once"
+    assert again.document["already"]
+    assert again.document["warnings"] == []
     plain = machine.gpuckpt("suspend", target.pid)
     assert plain.document["already"]
     assert (process(plain)["host_bytes"], process(plain)["disk_bytes"]) == (0, 2 << 30)
     assert machine.gpuckpt("resume", target.pid).code == 0
     assert target.unharmed()
+
+
+def test_on_disk_already_and_asked_for_elsewhere_or_where_it_was(machine: Machine, target: Target, place: Path, tmp_path: Path) -> None:
+    """It stays where it is, and a directory that serves no more is no reason to refuse what is done."""
+    assert keep(machine, target, place).code == 0
+    elsewhere = keep(machine, target, tmp_path)
+    assert (elsewhere.code, elsewhere.document["already"], process(elsewhere)["image"]["in"]) == (0, True, str(place))
+    assert f"on disk already, in {place}, and stays there" in " ".join(elsewhere.document["warnings"])
+    place.rmdir()
+    again = keep(machine, target, place)
+    assert (again.code, again.document["already"]) == (0, True), again
+    assert machine.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
+def test_dry_runs_tell_of_the_disk(machine: Machine, target: Target, place: Path) -> None:
+    def steps(result: Result) -> list[str]:
+        return [s["name"] for s in result.document["plan"]["steps"]]
+
+    dry = ["suspend", target.pid, "--dry-run", "--keep-in", place]
+    assert steps(machine.gpuckpt(*dry)) == ["lock", "checkpoint", "store", "drop"]
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+    assert steps(machine.gpuckpt(*dry)) == ["store", "drop"]
+    assert keep(machine, target, place).code == 0
+    assert machine.gpuckpt(*dry).document["already"]
+    up = machine.gpuckpt("resume", target.pid, "--dry-run")
+    assert steps(up) == ["load", "restore", "unlock"]
+    assert (process(up)["host_bytes"], process(up)["disk_bytes"], up.document["plan"]["host_bytes_needed"]) == (0, 2 << 30, 2 << 30)
+    assert "if host memory has room for the 2.0 GiB" in machine.gpuckpt("resume", target.pid, "--dry-run", json=False).stdout
 
 
 def test_more_than_once(machine: Machine, target: Target, place: Path) -> None:
@@ -113,6 +144,12 @@ def test_without_the_library(machine: Machine, place: Path) -> None:
     assert "gpuckpt exec" in refused.error["hint"]
     assert target.state is State.RUNNING
     assert keep(machine, target, place, GPUCKPT_PRELOAD="0").error["code"] == "no-preload"
+
+
+def test_with_the_library_and_not_wanted(machine: Machine, target: Target, place: Path) -> None:
+    refused = keep(machine, target, place, GPUCKPT_PRELOAD="0")
+    assert (refused.code, refused.error["code"], refused.error["hint"]) == (6, "no-preload", "suspend it without --keep-in")
+    assert "GPUCKPT_PRELOAD=0 is set here" in refused.error["message"]
 
 
 def test_no_such_directory(machine: Machine, target: Target, place: Path) -> None:

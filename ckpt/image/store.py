@@ -185,13 +185,12 @@ def not_stored(process: ProcessId, directory: Path, error: Exception) -> errors.
 
 
 def _prove_pages_come(memory: Memory, region: Region) -> None:
-    """Get a page that is there, which changes nothing. Where that cannot be, by its kernel or a filter, an image on disk would stay there for
-    ever."""
+    """Get a page that is there, which changes nothing. Where that cannot be, an image on disk would stay there for ever."""
     try:
         memory.fill(Region(region.address, mmap.PAGESIZE))
     except OSError as error:
         raise Unavailable(
-            f"its pages could not be got again ({error.strerror}), which takes Linux 5.14, and no seccomp filter against MADV_POPULATE_WRITE"
+            f"its pages could not be got again ({error.strerror}): that takes Linux 5.14, and no seccomp filter on MADV_POPULATE_WRITE"
         ) from error
 
 
