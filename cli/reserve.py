@@ -12,7 +12,7 @@ import click
 from gpuckpt import errors
 from gpuckpt.cli.common import Duration, Size, execute, json_option
 from gpuckpt.model import Report
-from gpuckpt.words import size
+from gpuckpt.words import let_go, size
 
 if TYPE_CHECKING:
     from gpuckpt.image.reserve import Reserve
@@ -78,6 +78,7 @@ def _reserve(target: str, amount: int | None, goes_on: Callable[[], bool]) -> Re
     from gpuckpt.image import reserve as it
     from gpuckpt.image.keeper import Unanswered
     from gpuckpt.image.page import Unavailable
+    from gpuckpt.inspect import processes
 
     devices = early.devices(warm=amount == AUTO)
     rows, warnings, why = [], [], ""
@@ -85,9 +86,14 @@ def _reserve(target: str, amount: int | None, goes_on: Callable[[], bool]) -> Re
         try:
             now = it.look(process)
             if amount is not None:
+                if halted := processes.halted(process):
+                    words = f"pid {process} is {halted}, and would not answer; nothing was asked of it"
+                    raise errors.Stopped(words, hint=let_go(halted, [process.pid]), pid=process.pid)
                 nbytes = it.image_bytes(devices.processes().get(process.pid, {})) if amount == AUTO else max(0, amount)
                 if amount == AUTO and not nbytes:
-                    raise Unavailable(f"what pid {process} holds on its GPUs cannot be seen from here: give a size")
+                    raise Unavailable(
+                        f"what pid {process} holds on its GPUs cannot be seen from here, or it is suspended: give a size once it runs"
+                    )
                 outcome = it.order(process, nbytes, auto=amount == AUTO, goes_on=goes_on)
                 if outcome.why:
                     warnings.append(f"pid {process}: {size(outcome.ready)} of {size(nbytes)} are ready: {outcome.why}")

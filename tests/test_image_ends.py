@@ -147,6 +147,25 @@ def test_a_controller_that_is_gone_ends_it(suspended: Suspended) -> None:
     assert list(suspended.directory.iterdir()) == []
 
 
+def test_a_controller_that_went_while_the_disk_was_flushed(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not know of the file: what it takes of the disk would be nobody's until the resume."""
+    flushed: list[int] = []
+
+    class Gone(Exception):
+        pass
+
+    def check() -> None:
+        if len(flushed) == 2:
+            raise Gone
+
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    with pytest.raises(Gone):
+        suspended.call(Call.STORE, check)
+    assert list(suspended.directory.iterdir()) == []
+    with keeper.of(suspended.program.id) as ours:
+        assert ours.holds is None
+
+
 def test_a_stopped_process(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:
     with keeper.of(suspended.program.id):
         pass  # it has come to life

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuckpt import follow, host_room
+from gpuckpt import errors, follow, host_room
 from gpuckpt.cli import ps, status
 from gpuckpt.cli import reserve as command
 from gpuckpt.image import keeper, preload, reserve
@@ -68,12 +68,12 @@ def test_of_many_programs_only_those_that_use_a_gpu(image_folder: Path, uvm: Pat
         pid = int(shell.stdout.readline().split()[0])
         ours, shells = (identity(p) for p in (pid, shell.pid))
         for process in (ours, shells):
-            with pytest.raises(Unavailable, match="no keeper"):
+            with pytest.raises(Unavailable, match="no GPU yet"):
                 reserve.look(process)
         print(f"gpu {uvm}", file=shell.stdin)
         assert shell.stdout.readline() == "0\n"
         assert eventually(lambda: kept(ours) == SIZE, "it is ready")
-        with pytest.raises(Unavailable, match="no keeper"):
+        with pytest.raises(Unavailable, match="no GPU yet"):
             reserve.look(shells)
         (follower,) = followers(shell.pid)
         assert processes.read(follower) is not None
@@ -172,6 +172,7 @@ def test_where_none_can_be_kept(start_program: Start) -> None:
     error = json.loads(ran.stdout)["error"]
     assert (ran.returncode, error["code"]) == (6, "no-preload")
     assert "gpuckpt exec --reserve" in error["hint"]
+    assert "was not started to keep memory ready" in error["message"]
 
 
 def test_no_such_process() -> None:
@@ -315,3 +316,6 @@ def test_a_program_that_is_stopped_is_said_to_be(program: Program, monkeypatch: 
     program.stop()
     with pytest.raises(keeper.Unanswered, match="stopped"):
         reserve.order(program.id, SIZE)
+    with pytest.raises(errors.Stopped, match="nothing was asked of it") as caught:
+        command._reserve(str(program.pid), SIZE, lambda: True)
+    assert caught.value.hint == f"kill -CONT {program.pid}"

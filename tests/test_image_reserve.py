@@ -176,7 +176,7 @@ def test_auto_is_what_the_last_image_took(start_program: Start, uvm: Path) -> No
 def test_only_a_process_with_gpu_memory_has_any(start_program: Start, uvm: Path) -> None:
     program = start_program(**{reserve.VARIABLE: reserve.FIXED})
     threads = program.threads()
-    with pytest.raises(Unavailable, match="no keeper"):
+    with pytest.raises(Unavailable, match="no GPU yet"):
         reserve.order(program.id, SIZE)
     other = uvm.with_name("nvidiactl")
     other.write_bytes(bytes(4096))

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,11 +73,22 @@ def image_bytes(held: Mapping[str, int | None]) -> int:
 
 def look(process: ProcessId) -> Reserve:
     """Raises :class:`Unavailable` where none can be kept: another library, none, not started for it, or no GPU memory yet."""
-    with keeper.of(process) as found:
-        kept, auto, error, returned, wanted, ready, dirty, taken, _ = found.reserve()
+    with _keeper(process) as found:
+        _, auto, error, returned, wanted, ready, dirty, taken, _ = found.reserve()
+    return Reserve(bool(auto), error, returned, wanted, ready, dirty, taken)
+
+
+@contextlib.contextmanager
+def _keeper(process: ProcessId) -> Iterator[keeper.Keeper]:
+    with page.opened(process) as (memory, at):
+        kept, *_ = page.read(memory, page.RESERVE, at + page.RESERVE_AT)
+        inside, *_ = page.read(memory, page.KEEPER, at + page.KEEPER_AT)
     if not kept:
         raise Unavailable(f"pid {process} was not started to keep memory ready")
-    return Reserve(bool(auto), error, returned, wanted, ready, dirty, taken)
+    if not inside:
+        raise Unavailable(f"pid {process} has used no GPU yet: memory can be kept ready once it does (on Linux 5.9 or newer)")
+    with keeper.of(process) as found:
+        yield found
 
 
 def ready_bytes(process: ProcessId) -> int:
@@ -101,9 +112,7 @@ def order(
         Unavailable: as :func:`look`.
         Unanswered: the process is stopped.
     """
-    with keeper.of(process) as found:
-        if not found.stays:
-            raise Unavailable(f"pid {process} was not started to keep memory ready")
+    with _keeper(process) as found:
         if nbytes and not any(_GPU_MEMORY in path for _, _, _, path in page.mappings(process.pid)):
             return Outcome(0, _words(errno.EBUSY))
 

@@ -77,6 +77,7 @@ def write(memory: Memory, process: ProcessId, directory: Path, operation: str, c
             file.write(fd, regions, {"process": [process.pid, process.start_ticks], "operation": operation}, memory.read, check)
             if not held:
                 _sync(directory)
+            check()  # a disk may take longer to flush than anybody waits, and who has gone knows of no file
             status = os.fstat(fd)
     except BaseException as error:
         if made:
