@@ -55,7 +55,15 @@ void *realloc(void *p, size_t nbytes)
     return q;
 }
 
-#ifdef MAP
+#ifndef MAP
+/* It calls a library that comes before it in LD_PRELOAD, and so is initialised after it. */
+__attribute__((constructor)) static void early(void)
+{
+    char *p = mmap(NULL, 32 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    if (p == MAP_FAILED || p[(32 << 20) - 1] || munmap(p, 32 << 20))
+        _exit(99);
+}
+#else
 static _Atomic long maps;
 
 long interposer_maps(void)

@@ -13,7 +13,7 @@ from gpuckpt.image import preload
 from tests.image_machine import Program, Start, is_image, is_plain
 
 
-def test_it_calls_no_malloc(start_program: Start, image_folder: Path) -> None:
+def test_it_calls_no_malloc_and_bears_calls_before_its_own_start(start_program: Start, image_folder: Path) -> None:
     program = start_program(LD_PRELOAD=str(image_folder / "malloc.so"))
     program.announce()
     found = program.map()
