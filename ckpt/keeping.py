@@ -114,8 +114,8 @@ def refuse(walk: Walk, directory: str, processes: Iterable[GpuProcess]) -> None:
             hint="free space there, or name another directory" if full else "name a directory that you can write: --keep-in DIR",
         ) from error
     kind = file.filesystem(place)
-    if kind in file.NOT_A_DISK:
-        walk.warnings.append(f"{directory} ({kind}) {file.NOT_A_DISK[kind]}")
+    if said := file.not_a_disk(kind):
+        walk.warnings.append(f"{directory} ({kind}) {said}")
 
 
 def store(walk: Walk, directory: str) -> GpuckptError | None:

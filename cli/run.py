@@ -311,6 +311,10 @@ def _check_place(directory: str, prepared: vllm.Prepared) -> None:
     """What would refuse every suspend is refused before anything is started."""
     if "preload" not in prepared.changes:
         raise errors.Usage("--keep-in takes the preload library, and it is off; nothing was started", hint="gpuckpt doctor")
+    from gpuckpt.image import preload
+
+    if not preload.populates():
+        raise errors.Usage("--keep-in takes Linux 5.14 or newer; nothing was started", hint="gpuckpt doctor")
     if not (os.path.isdir(directory) and os.access(directory, os.W_OK)):  # noqa: PTH112
         raise errors.Usage(f"--keep-in {directory}: no directory that can be written; nothing was started")
 

@@ -177,6 +177,20 @@ def test_a_child_has_none(program: Program, image: Mapped) -> None:
         os.kill(int(pid), signal.SIGKILL)
 
 
+def test_one_asks_at_a_time(program: Program, image: Mapped, ours: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower orders memory kept ready, or a person does, while an image is moved: a request that another is written over would be
+    answered, and not done."""
+    asked = ours._words()[4]
+    with keeper.of(program.id) as other, other._alone(0.0):
+        monkeypatch.setattr(keeper, "ANSWER_S", 0.05)
+        with pytest.raises(Unanswered, match="another gpuckpt"):
+            ours.settle()
+        assert keeper.dropped(program.id) is False
+    assert ours._words()[4] == asked
+    ours.drop(image.address, end_of(image))
+    assert program.look(image.address, 0, SIZE).rss == 0
+
+
 def test_storms_pass_it_by(program: Program, image: Mapped, ours: Keeper) -> None:
     """Fork, vfork, exec and signals of the program while its image is kept."""
     for storm in ("fork", "vfork"):

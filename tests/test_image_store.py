@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from gpuckpt import errors, keeping
+from gpuckpt.cli import run
 from gpuckpt.image import file, keeper, memory, preload
 from gpuckpt.image.file import Region
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, ProcessId
+from gpuckpt.supervisor import vllm
 from tests.image_machine import MIB, Program, Start
 from tests.image_suspended import NBYTES, OPERATION, Suspended
 
@@ -265,6 +267,8 @@ def test_a_kernel_that_is_too_old_is_refused_before_anything_is_locked(start_pro
     monkeypatch.setattr(preload, "populates", lambda: False)
     with pytest.raises(memory.Unavailable, match=r"5\.14"):
         preload.refuse_missing(program.id)
+    with pytest.raises(errors.Usage, match=r"5\.14.*nothing was started"):
+        run._check_place("/tmp", vllm.Prepared((), {}, changes={"preload": ""}))
 
 
 def test_an_image_that_the_library_did_not_see(start_program: Start, tmp_path: Path) -> None:
@@ -283,7 +287,16 @@ def test_file_systems_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("overlay", "ephemeral storage"), ("nfs4", "over a network"), ("tmpfs", "in memory"), ("ext4", "")]
+    ("kind", "said"),
+    [
+        ("overlay", "ephemeral storage"),
+        ("fuse.fuse-overlayfs", "ephemeral storage"),
+        ("nfs4", "over a network"),
+        ("fuse.gcsfuse", "over a network"),
+        ("tmpfs", "in memory"),
+        ("ext4", ""),
+        ("fuseblk", ""),
+    ],
 )
 def test_what_is_not_a_disk_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, said: str) -> None:
     """Case 55: overlay and tmpfs are warned of, with what they cost."""

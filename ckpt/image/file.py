@@ -33,14 +33,16 @@ _HEAD = struct.Struct("=16sIQ")  # checksum and length of what follows
 
 _NAME = re.compile(r"gpuckpt-image-([0-9a-f]{8})-(\d+)-(\d+)-([0-9a-f]+)")
 
-#: File systems on which an image is not what a person expects of a disk, and what it is there.
-NOT_A_DISK = {
+_AWAY = "is reached over a network or through another program: while that is away, no image there can be resumed"
+_LAYER = "is a container's writable layer: it counts as the container's ephemeral storage, for which Kubernetes evicts a pod"
+_NOT_A_DISK = {
     "tmpfs": "lies in memory: nothing is gained by keeping an image there",
     "ramfs": "lies in memory: nothing is gained by keeping an image there",
-    "overlay": "is a container's writable layer: it counts as the container's ephemeral storage, for which Kubernetes evicts a pod",
+    "overlay": _LAYER,
+    "fuse.fuse-overlayfs": _LAYER,
     **dict.fromkeys(
-        ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "fuse", "fuse.sshfs", "fuse.glusterfs", "gpfs", "beegfs"),
-        "is reached over a network or through another program: while that is away, no image there can be resumed",
+        ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre", "fuse", "gpfs", "beegfs", "beegfs_nodev", "wekafs", "afs"),
+        _AWAY,
     ),
 }
 
@@ -136,6 +138,11 @@ def filesystem(directory: Path) -> str:
         return _type(os.stat(directory).st_dev)
     except OSError:
         return ""
+
+
+def not_a_disk(kind: str) -> str:
+    """What an image on a file system of this *kind* is that a person does not expect of a disk, in words; "" of any other."""
+    return _NOT_A_DISK.get(kind, _AWAY if kind.startswith("fuse.") else "")
 
 
 def _type(device: int) -> str:

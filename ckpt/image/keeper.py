@@ -1,12 +1,14 @@
 """The keeper: a thread that the preload library has in a checkpointed process, which gives pages back, gets them anew, and holds a file.
 
-Requests are written into the library's page and numbered; a byte into the keeper's pipe wakes it. It answers in the page. A request that
-is not answered in time may still be carried out later, when the process goes on after a stop; ``settle`` excludes that.
+Requests are written into the library's page and numbered, by one gpuckpt at a time; a byte into the keeper's pipe wakes it. It answers in
+the page. A request that is not answered in time may still be carried out later, when the process goes on after a stop; ``settle``
+excludes that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
 import time
@@ -128,13 +130,33 @@ class Keeper:
 
     def _ask(self, request: Request, begin: int = 0, end: int = 0, path: bytes = b"", within_s: float | None = None) -> None:
         """Raises :class:`Unanswered`, or ``OSError`` with what the kernel said to the keeper."""
+        within_s = ANSWER_S if within_s is None else within_s
+        with self._alone(within_s):
+            self._ask_alone(request, begin, end, path, within_s)
+
+    @contextlib.contextmanager
+    def _alone(self, within_s: float) -> Iterator[None]:
+        """Nobody else asks meanwhile: who follows the program, or a person, may order memory while an image is moved."""
+        until = time.monotonic() + within_s
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self.memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() >= until:
+                raise Unanswered(f"another gpuckpt has had the keeper of pid {self.process} at work for {within_s:g} s")
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            fcntl.flock(self.memory, fcntl.LOCK_UN)
+
+    def _ask_alone(self, request: Request, begin: int, end: int, path: bytes, within_s: float) -> None:
         (last,) = page.read(self.memory, page.ASKED, self.at + page.ASKED_AT)
         number = (last + 1) & 0xFFFFFFFF
         if path:
             os.pwrite(self.memory, path.ljust(page.PATH_BYTES, b"\0"), self.at + page.PATH_AT)
         os.pwrite(self.memory, page.REQUEST.pack(request, begin, end), self.at + page.REQUEST_AT)
         os.pwrite(self.memory, page.ASKED.pack(number), self.at + page.ASKED_AT)  # last: it makes the rest count
-        within_s = ANSWER_S if within_s is None else within_s
         until, pause_s = time.monotonic() + within_s, 0.0002
         self._wake()
         while True:
