@@ -30,8 +30,9 @@ def test_a_corrupted_file(suspended: Suspended, offset: int) -> None:
     path = suspended.opened()
     before = path.read_bytes()[offset : offset + 1]
     overwrite(path, offset, bytes([before[0] ^ 1]))
-    with pytest.raises(errors.ImageUnreadable, match="stays suspended"):
+    with pytest.raises(errors.ImageUnreadable, match="stays suspended") as caught:
         suspended.call(Call.LOAD)
+    assert caught.value.hint.endswith(f"if it is truly damaged: kill {suspended.program.id}")
     assert keeper.dropped(suspended.program.id), "no restore is possible"
     assert suspended.in_memory() == 0, "what was read is given back"
     overwrite(path, offset, before)

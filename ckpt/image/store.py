@@ -156,10 +156,11 @@ def load(memory: Memory, process: ProcessId, spec: Mapping[str, Any], check: Cal
                     memory.drop(region)
         if not isinstance(error, OSError | Unavailable | Unanswered | Corrupted):
             raise
+        damaged = isinstance(error, Corrupted)
         raise errors.ImageUnreadable(
             f"the image of pid {process} cannot be brought back from {spec.get('path', 'the file that it holds')}: {_words(error)}. "
             "Nothing was restored; it stays suspended, its image where it was",
-            hint=f"when that is mended: gpuckpt resume {process}",
+            hint=f"when that is mended: gpuckpt resume {process}" + (f"; if it is truly damaged: kill {process}" if damaged else ""),
             pid=process.pid,
             step=str(Call.LOAD),
         ) from error
