@@ -70,7 +70,16 @@ def reserve(target: str, amount: int | None, timeout_s: float, as_json: bool) ->
       gpuckpt reserve 4242 0
     """
     until = time.monotonic() + timeout_s
-    execute("reserve", as_json, lambda: _reserve(target, amount, lambda: time.monotonic() < until), _show)
+
+    def body() -> Report:
+        try:
+            return _reserve(target, amount, lambda: time.monotonic() < until)
+        except KeyboardInterrupt:
+            if amount is None:
+                raise
+            raise errors.Interrupted("interrupted; what is ready by now stays so", hint=f"gpuckpt reserve {target}") from None
+
+    execute("reserve", as_json, body, _show)
 
 
 def _reserve(target: str, amount: int | None, goes_on: Callable[[], bool]) -> Report:

@@ -300,6 +300,17 @@ def test_a_gpuckpt_that_is_killed_in_the_middle(program: Program) -> None:
     assert reserve.order(program.id, SIZE) == reserve.Outcome(SIZE)
 
 
+def test_ctrl_c_says_that_what_is_ready_stays(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> reserve.Outcome:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reserve, "order", interrupted)
+    monkeypatch.setattr(command, "execute", lambda _name, _as_json, body, _show: body())
+    assert command.reserve.callback is not None
+    with pytest.raises(errors.Interrupted, match="what is ready by now stays so"):
+        command.reserve.callback(str(program.pid), SIZE, 1.0, as_json=False)
+
+
 def test_a_program_that_is_killed_takes_its_memory_along(program: Program) -> None:
     with keeper.of(program.id) as found:
         found.have_ready(512 * MIB, auto=False)  # it is being populated
