@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,13 +196,16 @@ def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
     words, places = [], set()
     for record in records:
         for m in record.members:
-            if m.image is None or claims.taken(f"/proc/{m.id.pid}") or keeper.dropped(m.id):
+            if m.image is None:
                 continue
-            let_go = keeper.let_go(m.id)
-            if "inode" not in m.image and _forget_file(m):
-                words.append(f"removed {m.image['path']}: half-written; the image of pid {m.id} is in its memory")
-            elif "inode" in m.image and let_go:
-                words.append(f"gave up the file of pid {m.id} in {Path(m.image['path']).parent}: its image is in its memory")
+            with contextlib.suppress(BlockingIOError), _claimed(m.id):  # or who moves its image just now would lose the file
+                if keeper.dropped(m.id):
+                    continue
+                let_go = keeper.let_go(m.id)
+                if "inode" not in m.image and _forget_file(m):
+                    words.append(f"removed {m.image['path']}: half-written; the image of pid {m.id} is in its memory")
+                elif "inode" in m.image and let_go:
+                    words.append(f"gave up the file of pid {m.id} in {Path(m.image['path']).parent}: its image is in its memory")
     for record in void:
         for m in record.members:
             if m.image is not None and _forget_file(m):
@@ -212,6 +215,20 @@ def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
     for place in sorted(places):
         words += [f"removed {path}: its process is gone" for path in file.sweep(place)]
     return words
+
+
+@contextlib.contextmanager
+def _claimed(process: ProcessId) -> Iterator[None]:
+    """Raises ``BlockingIOError`` where another command has *process*."""
+
+    def taken(_fd: int, name: str) -> None:
+        raise BlockingIOError(name)
+
+    claim = claims.take({f"/proc/{process.pid}": str(process)}, taken)
+    try:
+        yield
+    finally:
+        claim.release()
 
 
 def _without_the_dead(walk: Walk, failures: list[Failure]) -> list[Failure]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpuckpt import errors, keeping
+from gpuckpt import claims, errors, keeping
 from gpuckpt.driver.cuda import CudaDriver
 from gpuckpt.image import file, keeper, memory, page
 from gpuckpt.model import Call, Outcome
@@ -63,7 +63,7 @@ def test_a_writer_that_is_killed_leaves_no_disk_taken(suspended: Suspended) -> N
     assert suspended.whole()
 
 
-def test_a_file_that_nobody_needs_is_let_go_by_recover(suspended: Suspended) -> None:
+def test_a_file_that_nobody_needs_is_let_go_by_recover(suspended: Suspended, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 of everything between the file and its memory: both are whole, and one is enough. Once the memory went, none is let go."""
 
     def record() -> Any:
@@ -72,9 +72,16 @@ def test_a_file_that_nobody_needs_is_let_go_by_recover(suspended: Suspended) -> 
 
     suspended.spec = suspended.call(Call.STORE)
     path = suspended.opened()
+    with keeping._claimed(suspended.program.id):
+        assert keeping.sweep([record()]) == [], "another command is at it"
+    assert path.exists()
+    real = keeper.dropped
+    claimed = []
+    monkeypatch.setattr(keeper, "dropped", lambda p: claimed.append(claims.taken(f"/proc/{p.pid}")) or real(p))
     assert str(suspended.program.pid) in " ".join(keeping.sweep([record()]))
     assert not path.exists()
     assert keeping.sweep([record()]) == []
+    assert all(claimed), "and none can come in between"
     assert suspended.call(Call.LOAD) == {"loaded_bytes": 0}
     suspended.keep()
     assert keeping.sweep([record()]) == []
