@@ -102,6 +102,19 @@ def test_a_setuid_program_does_not_load_it(tmp_path: Path) -> None:
     assert ran.stderr == ""
 
 
+def test_a_program_with_address_sanitizer_starts(tmp_path: Path) -> None:
+    """Its runtime wants to be the first library, and ends the program where another is."""
+    source = tmp_path / "program.c"
+    source.write_text("int main(int n, char **v) { (void)v; int a[2] = {0, 1}; return a[n]; }\n")
+    built = subprocess.run(["gcc", "-fsanitize=address", "-o", tmp_path / "program", source], check=False, capture_output=True)
+    if built.returncode:
+        pytest.skip("no AddressSanitizer here")
+    ran = subprocess.run([tmp_path / "program"], env=preload.environment(), capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "")
+    ran = subprocess.run([tmp_path / "program", "more"], env=preload.environment(), capture_output=True, text=True, check=False)
+    assert "stack-buffer-overflow" in ran.stderr, "and it does what it is for"
+
+
 def test_a_static_program_runs_without_it(tmp_path: Path) -> None:
     source = tmp_path / "static.c"
     source.write_text('#include <stdio.h>\nint main(void) { puts("runs"); return 0; }\n')
