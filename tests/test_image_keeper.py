@@ -177,6 +177,14 @@ def test_a_child_has_none(program: Program, image: Mapped) -> None:
         os.kill(int(pid), signal.SIGKILL)
 
 
+def test_by_how_many_threads_it_was_populated_is_still_told(program: Program) -> None:
+    image = program.map("image", 256 * MIB)
+    made = program.result.threads
+    with keeper.of(program.id) as ours:
+        ours.fill(image.address, image.address + 4096)
+    assert program.result.threads == made == preload.threads(program.pid)
+
+
 def test_one_asks_at_a_time(program: Program, image: Mapped, ours: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower orders memory kept ready, or a person does, while an image is moved: a request that another is written over would be
     answered, and not done."""

@@ -21,6 +21,7 @@ static char keeper_stack[STACK_BYTES] __attribute__((aligned(64)));
 static long do_as_asked(uint32_t request)
 {
     uint64_t from = page.from, to = page.to; /* once: a gpuckpt that gave up on us may be writing its next request */
+    uint32_t threads; /* of an image that is made it is told, not of one that comes back */
     long result = 0;
     if (atomic_load(&page.dropped) && (request == HOLD || request == LET_GO || request == END))
         return -EBUSY; /* what is held has the only copy */
@@ -44,7 +45,7 @@ static long do_as_asked(uint32_t request)
     case FILL:
         if (atomic_exchange(&busy, 1))
             return -EBUSY;
-        result = -populate((void *)from, to - from);
+        result = -populate((void *)from, to - from, &threads);
         atomic_store(&busy, 0);
         break;
     case END:

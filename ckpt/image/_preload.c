@@ -140,7 +140,7 @@ RARE static void *image(uintptr_t caller, void *address, size_t nbytes, int prot
     } else {
         page.huge = quietly(SYS_madvise, (long)found, (long)nbytes, MADV_HUGEPAGE, 0) == 0; /* either failure costs speed or secrecy only */
         quietly(SYS_madvise, (long)found, (long)nbytes, MADV_DONTDUMP, 0);
-        error = populate(found, nbytes);
+        error = populate(found, nbytes, &page.threads_used);
         if (error && kept) {
             reserve_undo();
             verdict = NO_POPULATE;

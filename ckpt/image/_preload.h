@@ -146,8 +146,8 @@ uint64_t now_ns(clockid_t clock);
 
 extern _Atomic int busy; /* somebody populates: there is one set of stacks */
 
-/* Returns 0, or the error that ended it. With as many threads as can be had, this one among them. */
-int populate(void *address, size_t nbytes);
+/* Returns 0, or the error that ended it. With as many *threads* as can be had, this one among them. */
+int populate(void *address, size_t nbytes, uint32_t *threads);
 
 /* The number of this process as it sees itself. A forked child has another. */
 static inline uint32_t own_pid(void)

@@ -108,7 +108,7 @@ static unsigned threads_for(size_t nbytes)
 
 _Atomic int busy;
 
-int populate(void *address, size_t nbytes)
+int populate(void *address, size_t nbytes, uint32_t *threads)
 {
     struct crew crew = {.begin = (uintptr_t)address, .end = (uintptr_t)address + nbytes};
     _Atomic int alive[MOST_THREADS - 1]; /* the helper's tid, which the kernel clears when it has ended */
@@ -129,6 +129,6 @@ int populate(void *address, size_t nbytes)
             quietly(SYS_futex, (long)&alive[i], FUTEX_WAIT, tid, 0);
     if (blocked)
         quietly(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, (long)&mask, 0, sizeof mask);
-    page.threads_used = helpers + 1;
+    *threads = helpers + 1;
     return (int)atomic_load(&crew.error);
 }
