@@ -106,6 +106,17 @@ def test_the_doctor_tells_which_cuda_processes_have_it(machine: Machine) -> None
     assert said in line.message
 
 
+def test_the_doctor_tells_where_it_was_asked_for_and_did_not_load(machine: Machine) -> None:
+    """Case 54"""
+    cuda = "7f0000000000-7f0000001000 r-xp 00000000 08:01 7 /usr/lib/libcuda.so.1\n"
+    machine.process(11, 1, "trainer", maps=cuda, environ=f"A=1\0LD_PRELOAD={preload.library()}\0")
+    machine.process(12, 1, "server", maps=cuda, environ="LD_PRELOAD=/other.so\0")
+    line = machine.line("preload library")
+    assert line.status == "warning"
+    assert "asked for and not loaded in 11 (trainer): suspends there take the driver's own path" in line.message
+    assert str(preload.library()) in line.fix
+
+
 def test_the_doctor_tells_of_a_kernel_that_is_too_old(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload, "populates", lambda: False)
     line = machine.line("preload library")

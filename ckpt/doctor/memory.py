@@ -206,6 +206,8 @@ def preload_library(subject: Subject) -> Iterator[Check]:
     without = len(subject.processes) - len(have)
     if have and without:
         told += f", not in {without} other{'s' if without > 1 else ''}"
+    asked = (pid for pid in subject.processes if pid not in have)
+    failed = [pid for pid in asked if preload.NAME in host.environ(pid, subject.root).get("LD_PRELOAD", "")]
     ready = {pid: n for pid in have if (found := processes.read(pid)) and (n := reserve.ready_bytes(found.id))}
     if ready:
         told += "; kept ready for images: " + ", ".join(f"{gib(n)} in {subject.name(pid)}" for pid, n in ready.items())
@@ -215,6 +217,9 @@ def preload_library(subject: Subject) -> Iterator[Check]:
     elif not preload.populates():
         missing = "this kernel lacks MADV_POPULATE_WRITE: the library can do nothing here, and no image can be kept on disk"
         yield Check(name, "warning", f"{missing}; {told}", "Linux 5.14 or newer")
+    elif failed:
+        said = f"asked for and not loaded in {', '.join(map(subject.name, failed))}: suspends there take the driver's own path; {told}"
+        yield Check(name, "warning", said, f"have {preload.library()} in the container or chroot too, and a program that is not setuid")
     else:
         few, many = (f"{1 / ratio:.1f}" for ratio in (max(paths.RATIOS), min(paths.RATIOS)))
         gain = f"; a large checkpoint without it takes about {few}-{many} times as long on 16 CPUs (estimate, by {paths.SOURCES[0]})"
