@@ -48,7 +48,8 @@ class Kept:
         told = ("why", "populate_s", "threads", "huge_pages", "copied_bytes", "copy_threads", "from_reserve_bytes")
         made = {"path": path, **{k: seen.get(k) for k in told}}
         seconds = next((s.seconds_by_pid.get(process.pid) for s in walk.steps if s.name == Call.CHECKPOINT), None)
-        estimate = None if walk.world.simulated else paths.other(path, nbytes, seconds, shared=(seen.get("copy_threads") or 0) > 1)
+        how = {"shared": (seen.get("copy_threads") or 0) > 1, "ready": bool(seen.get("from_reserve_bytes"))}
+        estimate = None if walk.world.simulated else paths.other(path, nbytes, seconds, **how)
         made |= {"estimate": estimate and estimate.as_dict(), "in": where, "bytes": nbytes}
         return cls(0 if on_disk else nbytes, nbytes if on_disk else 0, made)
 

@@ -23,6 +23,10 @@ SEEN = Result(0, (), 0, 0, Verdict.NOTHING, 0, 0, 0, 0.0, 0, False, 0, 0, 0, 0)
 def test_the_ratios_are_those_that_were_measured() -> None:
     torch, plain = (json.loads((Path(__file__).parent.parent / source).read_text()) for source in paths.SOURCES)
     assert (torch["torch_ratio"]["checkpoint"], plain["plain_ratio"]["checkpoint"]) == paths.RATIOS
+    ready = json.loads((Path(__file__).parent.parent / paths.READY_SOURCE).read_text())
+    assert min(ready[f"torch_{turn}_ratio"]["reserve"]["checkpoint"] for turn in ("first", "later")) == pytest.approx(
+        paths.READY_RATIO, rel=0.1
+    )
 
 
 def test_the_other_path() -> None:
@@ -32,6 +36,9 @@ def test_the_other_path() -> None:
     longer = paths.other("preload", 16 * GIB, 5 * (few + many), shared=True)
     assert longer is not None
     assert (longer.path, longer.low_s < 10 < longer.high_s) == ("driver", True)
+    ready = paths.other("preload", 16 * GIB, 5 * (few + many), shared=True, ready=True)
+    assert ready is not None
+    assert (ready.low_s, ready.high_s > longer.high_s, ready.source) == (longer.low_s, True, paths.READY_SOURCE)
     assert paths.other("preload", 16 * GIB, 2.0) is None, "the ratios are of a library whose threads share the copies"
     assert paths.other("driver", GIB, 1.0) is None, "mostly fixed cost"
     assert paths.other("driver", 16 * GIB, None) is None, "suspended by another command"

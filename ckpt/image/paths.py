@@ -19,6 +19,8 @@ SOURCES = ("benchmarks/results/preload_torch.json", "benchmarks/results/preload_
 #: What a checkpoint with the library takes of the driver's own, where 16 threads share its copies: torch with 28.7 GiB, a plain C program
 #: with 20.5 GiB. Of one thread that copies nothing is concluded.
 RATIOS = (0.151, 0.14)
+#: The least of it that was measured where memory was kept ready, for all of the image. Of a part of it, it is somewhere between.
+READY_RATIO, READY_SOURCE = 0.105, "benchmarks/results/reserve_torch.json"
 #: A smaller image is mostly fixed cost, of which nothing was measured side by side.
 LEAST_BYTES = 4 * GIB
 
@@ -36,12 +38,14 @@ class Estimate:
         return asdict(self)
 
 
-def other(path: str, nbytes: int, seconds: float | None, *, shared: bool = False) -> Estimate | None:
-    """Of an image of *nbytes* that took *path*, and *seconds* for its checkpoint; *shared*: several threads copied. None where nothing is
-    known that would tell."""
+def other(path: str, nbytes: int, seconds: float | None, *, shared: bool = False, ready: bool = False) -> Estimate | None:
+    """Of an image of *nbytes* that took *path*, and *seconds* for its checkpoint; *shared*: several threads copied; *ready*: into memory
+    kept ready. None where nothing is known that would tell."""
     if seconds is None or nbytes < LEAST_BYTES or (path == PRELOAD and not shared):
         return None
     few, many = min(RATIOS), max(RATIOS)
+    if path == PRELOAD and ready:
+        return Estimate(DRIVER, round(seconds / many, 2), round(seconds / READY_RATIO, 2), READY_SOURCE)
     if path == PRELOAD:
         return Estimate(DRIVER, round(seconds / many, 2), round(seconds / few, 2))
     return Estimate(PRELOAD, round(seconds * few, 2), round(seconds * many, 2))
