@@ -27,6 +27,8 @@ from gpuckpt.walk import Failure, Walk
 from gpuckpt.words import size
 
 RAM = words.RAM
+#: What a process takes by itself from one moment to the next is less.
+GIVEN_BACK_LEAST = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,8 @@ def tidy(walk: Walk) -> None:
 
 def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
     """Remove files that no process needs: those of the dead beside any file that *records* name, all that the *void* ones name, what was
-    half-written when its gpuckpt was killed, and what a process holds though its memory never went. Words for each.
+    half-written when its gpuckpt was killed, and what a process holds though its memory never went; and give back what a resume that was
+    killed had read. Words for each.
     """
     records, void = list(records), list(void)
     if not any(m.image for r in (*records, *void) for m in r.members):
@@ -201,6 +204,7 @@ def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
                 continue
             with contextlib.suppress(BlockingIOError), _claimed(m.id):  # or who moves its image just now would lose the file
                 if keeper.dropped(m.id):
+                    words += _given_back_again(m)
                     continue
                 let_go = keeper.let_go(m.id)
                 if "inode" not in m.image and _forget_file(m):
@@ -216,6 +220,19 @@ def sweep(records: Iterable[Record], void: Iterable[Record] = ()) -> list[str]:
     for place in sorted(places):
         words += [f"removed {path}: its process is gone" for path in file.sweep(place)]
     return words
+
+
+def _given_back_again(member: Member) -> list[str]:
+    """Give back what a load that was killed had got of the memory of *member*, whose image is on disk. Words for it, if it was much."""
+    from gpuckpt.image import memory, store
+    from gpuckpt.inspect import host
+
+    assert member.image is not None
+    before = host.rss_bytes(member.id.pid)
+    with contextlib.suppress(memory.Unavailable, GpuckptError, KeyError), memory.of(member.id) as image:
+        store.drop(image, member.id, member.image)
+    back = before - host.rss_bytes(member.id.pid)
+    return [f"gave back {size(back)} of pid {member.id}, whose image is on disk: a resume was killed"] if back >= GIVEN_BACK_LEAST else []
 
 
 @contextlib.contextmanager

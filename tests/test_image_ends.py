@@ -89,6 +89,20 @@ def test_a_file_that_nobody_needs_is_let_go_by_recover(suspended: Suspended, mon
     assert suspended.whole()
 
 
+def test_what_a_load_that_was_killed_had_got_is_given_back_by_recover(suspended: Suspended) -> None:
+    """kill -9 of everything in the middle of it: the image is on disk, and memory is taken all the same."""
+    suspended.keep()
+    record: Any = types.SimpleNamespace(members=[types.SimpleNamespace(id=suspended.program.id, image=suspended.spec)])
+    assert keeping.sweep([record]) == []
+    with keeper.of(suspended.program.id) as ours:
+        ours.fill(suspended.address, suspended.address + NBYTES)
+    assert suspended.in_memory() >= NBYTES
+    assert "a resume was killed" in " ".join(keeping.sweep([record]))
+    assert suspended.in_memory() == 0
+    suspended.call(Call.LOAD)
+    assert suspended.whole()
+
+
 def test_named_files_of_the_dead_are_swept_and_no_others(named: Suspended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     named.keep()
     stranger = tmp_path / named.path.name.replace(file._here(), "00000000")
