@@ -149,8 +149,9 @@ class Walk:
             if not stop and not self.barrier.several and all(self.now[f.process] is State.GONE for f in failed if not f.dropped):
                 failed = [f for f in failed if not f.dropped]  # they go on without those that ended
             failures += failed
-            if failed and stop:  # who is lost is told, though another's end may have been the cause
-                raise next((f.error for f in failed if isinstance(f.error, errors.Lost)), failed[0].error)
+            if failed and stop:  # who is lost is told, or else who is left where it is, though another's end may have been the cause
+                worst = max(failed, key=lambda f: (isinstance(f.error, errors.Lost), f.error.exit_code == 3))
+                raise worst.error
             for f in failed:
                 goal.pop(f.process, None)
         return failures
@@ -268,7 +269,7 @@ class Walk:
         return Failure(process, error, outcome.result == "agent:DROPPED")
 
     def _left_in_flight(self, call: Call, process: ProcessId, caller_pid: int) -> Failure:
-        self._waits(process, f"{call} by caller {caller_pid}")
+        self._waits(process, f"{call} by {'its agent' if call in plan.AGENT_CALLS else f'caller {caller_pid}'}")
         who = self.world.describe(process.pid)
         if call in plan.AGENT_CALLS:
             gone = [p for p, state in self.now.items() if state is State.GONE]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import time
 from typing import TYPE_CHECKING
 
@@ -12,9 +14,9 @@ import pytest
 from gpuckpt.agent import client
 from gpuckpt.agent.client import Agents
 from gpuckpt.driver.simulated import SimulatedDriver
-from gpuckpt.inspect import processes
+from gpuckpt.inspect import hazards, processes
 from gpuckpt.inspect import ranks as ranks_of
-from gpuckpt.model import Call, Rank, State
+from gpuckpt.model import Call, GpuProcess, Rank, State
 from tests.simulated_machine import eventually
 
 if TYPE_CHECKING:
@@ -199,6 +201,19 @@ def test_a_communicator_of_a_single_rank_is_no_stranger(machine: Machine) -> Non
     assert machine.gpuckpt("suspend", alone.pid).states == {alone.pid: "suspended"}
     assert machine.gpuckpt("resume", alone.pid).code == 0
     assert alone.unharmed()
+
+
+def test_each_socket_belongs_to_a_communicator() -> None:
+    """A process has the same rank in several as a rule."""
+    me = processes.read(os.getpid())
+    process = GpuProcess(me.id, "python", 0, State.RUNNING, ())
+    with contextlib.ExitStack() as ends:
+        for _ in range(2):
+            ends.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0tmp/nccl-socket-3-{os.urandom(8).hex()}")
+        assert not hazards.of_process(process, me, communicators=[3, 3])
+        for known in ([3], [3, 2], []):
+            (found,) = hazards.of_process(process, me, communicators=known)
+            assert "(rank 3) that its agent does not know" in found.message
 
 
 def test_who_shares_no_communicator_with_the_dead_comes_back(machine4: Machine) -> None:

@@ -82,6 +82,15 @@ try:
         raise KeyError
 except KeyError:
     assert agent._agent.place.rest is None
+place = agent._agent.place
+def interrupted(_):
+    raise KeyboardInterrupt
+place.wanted, type(place)._stand_in = True, interrupted  # a signal comes while a thread is started
+try:
+    with agent.idle():
+        raise AssertionError
+except KeyboardInterrupt:
+    assert place.rest is None
 """
 
 

@@ -12,6 +12,7 @@ import gpuckpt.nccl.verify as v
 from gpuckpt.agent.nccl import NcclCommunicators
 from gpuckpt.nccl.communicators import register
 verified = []
+sys.modules["torch"] = Torch(initialised=False)
 v.verify = lambda communicators, deadline_s: verified.extend(c.label for c in communicators)
 new = opened("new/libnccl.so.2")
 """
@@ -57,6 +58,12 @@ out["verified"], out["calls"] = verified, calls()
     assert out["while"] == [True, []]
     assert out["verified"] == ["registered:a", "registered:b"]
     assert [c.split()[1] for c in out["calls"] if "Suspend" in c or "Resume" in c] == ["ncclCommSuspend"] * 2 + ["ncclCommResume"] * 2
+
+
+def test_what_could_not_be_proven_is_not_suspended(nccl_run: Run) -> None:
+    """A program that has NCCL from elsewhere than torch would find out at its resume, and be lost."""
+    out = nccl_run(TWO + """out = [a.hazards()]; del sys.modules["torch"]; out.append(a.hazards())""")
+    assert [["import torch" in words for words in said].count(True) for said in out] == [0, 1]
 
 
 def test_one_of_a_single_rank_is_named_and_left_as_it_is(nccl_run: Run) -> None:

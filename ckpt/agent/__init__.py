@@ -105,8 +105,8 @@ def _resting(*, stands: bool) -> Iterator[None]:
 
     place.visits += stands
     place.pass_by()
-    place.begin_rest(Rest(_device(), stands))
     try:
+        place.begin_rest(Rest(_device(), stands))  # a signal's handler may raise in it
         yield
     finally:
         place.end_rest()

@@ -59,7 +59,12 @@ class NcclCommunicators:
         from gpuckpt.nccl.hazards import hazards
 
         seen = listing()
-        return [f"{h.message} ({h.hint})" for h in (*seen.hazards, *hazards(seen.communicators))]
+        found = [f"{h.message} ({h.hint})" for h in (*seen.hazards, *hazards(seen.communicators))]
+        if seen.communicators and "torch" not in sys.modules:
+            found.append(
+                "its communicators cannot be proven after a resume: that is done with the program's torch (import torch in every rank)"
+            )
+        return found
 
     def synchronise(self) -> None:
         torch = sys.modules.get("torch")  # found, never imported by us first

@@ -94,7 +94,11 @@ class Place:
 
     def end_rest(self) -> None:
         """The program wants to go on with its GPU: returns when nobody stands or looks for it any more."""
-        with signals.deferred() if self._standing.locked() else contextlib.nullcontext(), self._standing:
+        with contextlib.ExitStack() as ends:
+            if not self._standing.acquire(blocking=False):
+                ends.enter_context(signals.deferred())
+                self._standing.acquire()
+            ends.callback(self._standing.release)
             self.rest = None
 
     def _attend(self, *, stands: bool) -> None:

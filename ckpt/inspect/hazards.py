@@ -52,7 +52,7 @@ def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT, com
         found.append(
             Hazard(
                 "nccl-communicator",
-                f"pid {process.pid} has a live NCCL communicator (rank {', '.join(unknown)}) that its agent does not know: "
+                f"pid {process.pid} has a live NCCL communicator (rank {', '.join(dict.fromkeys(unknown))}) that its agent does not know: "
                 "the driver would checkpoint it and never restore it",
                 "make it known to the agent, or destroy it before the suspend",
                 process.pid,
@@ -63,7 +63,7 @@ def of_process(process: GpuProcess, proc: Proc, root: Path = processes.ROOT, com
         found.append(
             Hazard(
                 "nccl-communicator",
-                f"pid {process.pid} has a live NCCL communicator (rank {', '.join(ranks)}): "
+                f"pid {process.pid} has a live NCCL communicator (rank {', '.join(dict.fromkeys(ranks))}): "
                 "the driver would checkpoint it and never restore it",
                 "start the job with an agent, which can suspend them (docs/multi-gpu.md), or destroy them before the suspend",
                 process.pid,
@@ -177,11 +177,11 @@ def _nccl_ranks(pid: int, targets: Iterable[str]) -> list[str]:
     inodes = {t[8:-1] for t in targets if t.startswith("socket:[")}
     if not inodes:
         return []
-    ranks = set()
+    ranks = []  # of each socket: it may have the same rank in several
     for line in Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines():
         match = _NCCL_SOCKET.search(line)
         if match and line.split()[6] in inodes:
-            ranks.add(match[1])
+            ranks.append(match[1])
     return sorted(ranks, key=int)
 
 
