@@ -13,7 +13,7 @@ from gpuckpt.words import let_go
 
 def left_in_flight(who: str, call: Call, process: ProcessId, caller_pid: int, *, halted: str, interrupted: bool) -> GpuckptError:
     """A driver's *call* that had not returned by the deadline, or when somebody would not wait for it (*interrupted*)."""
-    until = "when it was interrupted a second time" if interrupted else "by the deadline"
+    until = _until(interrupted=interrupted)
     then = "it unlocks itself when the driver grants it" if call is Call.LOCK else f"the driver goes on with the {call}"
     first = f"pid {process} is {halted}: {let_go(halted, [process.pid])}, then " if halted else "when it has ended, "
     return errors.InFlight(
@@ -24,10 +24,14 @@ def left_in_flight(who: str, call: Call, process: ProcessId, caller_pid: int, *,
     )
 
 
-def agent_in_flight(who: str, call: Call, process: ProcessId, gone: Sequence[ProcessId] = ()) -> GpuckptError:
+def _until(*, interrupted: bool) -> str:
+    return "when it was interrupted a second time" if interrupted else "by the deadline"
+
+
+def agent_in_flight(who: str, call: Call, process: ProcessId, gone: Sequence[ProcessId] = (), *, interrupted: bool) -> GpuckptError:
     """*gone*: ranks of its group that have ended; who shares a communicator with one waits for it inside NCCL."""
     hint = "when it has answered, or been ended: gpuckpt recover"
-    said = f"the agent of {who} has not done its {call} by the deadline"
+    said = f"the agent of {who} had not done its {call} {_until(interrupted=interrupted)}"
     if gone and call in (Call.COMMS, Call.COMMS_RESUME):
         ended = f"pid {', '.join(map(str, gone))} of its group ended, for whom it waits if they share a communicator"
         said = f"the agent of {who} has not done its {call}: {ended}"

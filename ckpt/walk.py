@@ -149,6 +149,8 @@ class Walk:
             if not stop and not self.barrier.several and all(self.now[f.process] is State.GONE for f in failed if not f.dropped):
                 failed = [f for f in failed if not f.dropped]  # they go on without those that ended
             failures += failed
+            if failed and stop and phase.call is Call.QUIESCE:
+                self.check_interruption()
             if failed and stop:  # who is lost is told, or else who is left where it is, though another's end may have been the cause
                 worst = max(failed, key=lambda f: (isinstance(f.error, errors.Lost), f.error.exit_code == 3))
                 raise worst.error
@@ -199,11 +201,11 @@ class Walk:
                 break
             if len(world.interruptions) > asked_to_stop:
                 asked_to_stop = len(world.interruptions)
+                if phase.call is Call.QUIESCE:
+                    break  # who has not come yet goes on as if nobody had asked
                 if phase.call is Call.LOCK:
                     limit = min(limit, world.now() + LOCK_GRACE_S)
-                self.say(
-                    phase.call, f"stopping: the driver cannot be interrupted in a {phase.call}; waiting for it (Ctrl-C again: leave it)"
-                )
+                self.say(phase.call, f"stopping: a {phase.call} cannot be interrupted; waiting for it (Ctrl-C again: leave it)")
             if known and self._in_vain(known, [c.process for c in waiting]):
                 known, limit = (), min(limit, world.now() + BEREFT_GRACE_S)
             looks = self._watch or bool(known)  # one that dies closes its connection, and is gone a moment later
@@ -233,6 +235,9 @@ class Walk:
     def _result(self, call: Call, process: ProcessId, pending: Pending, limit: float, gpu_map: Mapping[str, str]) -> Failure | None:
         """Take in how one call ended."""
         outcome = pending.outcome
+        if outcome is None and call is Call.QUIESCE and self.world.interruptions:
+            pending.release()
+            outcome = Outcome("agent:NOT_READY", message="it had not come to its safe point")
         if outcome is None:
             pending.release()
             return self._left_in_flight(call, process, pending.caller_pid)
@@ -270,11 +275,11 @@ class Walk:
 
     def _left_in_flight(self, call: Call, process: ProcessId, caller_pid: int) -> Failure:
         self._waits(process, f"{call} by {'its agent' if call in plan.AGENT_CALLS else f'caller {caller_pid}'}")
-        who = self.world.describe(process.pid)
+        who, interrupted = self.world.describe(process.pid), len(self.world.interruptions) >= 2
         if call in plan.AGENT_CALLS:
             gone = [p for p, state in self.now.items() if state is State.GONE]
-            return Failure(process, self._with_stopped(verdict.agent_in_flight(who, call, process, gone)))
-        halted, interrupted = self.world.halted(process), len(self.world.interruptions) >= 2
+            return Failure(process, self._with_stopped(verdict.agent_in_flight(who, call, process, gone, interrupted=interrupted)))
+        halted = self.world.halted(process)
         return Failure(process, verdict.left_in_flight(who, call, process, caller_pid, halted=halted, interrupted=interrupted))
 
     def _waits(self, process: ProcessId, what: str) -> None:

@@ -21,7 +21,7 @@ class Pending(Protocol):
         ...
 
     def release(self) -> None:
-        """Leave the call to itself: a lock undoes itself when granted, anything else runs to its end."""
+        """Leave the call to itself: a lock undoes itself when granted, a quiesce is given up, anything else runs to its end."""
         ...
 
 

@@ -10,6 +10,8 @@ from gpuckpt.driver.api import CallError
 from gpuckpt.model import Call, Movable, Outcome, ProcessId, State
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.memory_machine import Fault, Machine
 
 QUICK_S = 0.01
@@ -25,9 +27,13 @@ class AgentCall:
     caller_pid: int = 0
     outcome: Outcome | None = None
 
+    give_up: Callable[[], None] = lambda: None
+
     def keep(self) -> None: ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        if self.call is Call.QUIESCE and self.outcome is None:
+            self.give_up()
 
 
 @dataclass(eq=False)
@@ -63,6 +69,7 @@ class Agent:
             asked.outcome = Outcome(why)
             return
         self.owner, self.working, self.stuck = controller, asked, False
+        asked.give_up = lambda: self.lose(controller)
         seconds, late = fault.seconds or QUICK_S, bool(fault.result)
         if asked.call is Call.QUIESCE:
             late = late or seconds > timeout_s

@@ -71,6 +71,20 @@ def test_a_program_that_never_comes_to_its_safe_point(machine4: Machine) -> None
     assert machine4.gpuckpt("suspend", ranks[0].pid).code == 0
 
 
+def test_ctrl_c_does_not_wait_for_a_program_to_come(machine4: Machine) -> None:
+    ranks = job(machine4)
+    with machine4.in_call(ranks[2]):
+        suspend = machine4.begin("suspend", ranks[0].pid, "--timeout", "10m")
+        eventually(lambda: "quiesced" in stages(ranks), "the others stand")
+        suspend.signal(signal.SIGINT)
+        result = suspend.end()
+        assert (result.code, result.error["code"]) == (130, "interrupted"), result
+        assert set(result.states.values()) == {"running"}
+        assert stages(ranks) == {"running"}
+    assert whole(ranks)
+    assert not machine4.records()
+
+
 def test_communicators_that_break_are_named_lost(machine4: Machine) -> None:
     ranks = job(machine4)
     for r in ranks:

@@ -39,7 +39,10 @@ class Hello:
 
 @dataclass(eq=False, slots=True)
 class AgentPending:
-    """A call that an agent was asked for. ``release`` leaves it alone: the connection stays, and what it does next is its own affair."""
+    """A call that an agent was asked for. ``release`` leaves it alone: the connection stays, and what it does next is its own affair.
+
+    One that was to come to its safe point, and has not, goes on as if nobody had asked: its connection is closed.
+    """
 
     call: Call
     process: ProcessId
@@ -72,7 +75,9 @@ class AgentPending:
 
     def keep(self) -> None: ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        if self.call is Call.QUIESCE and self.outcome is None:
+            self.link.sock.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +90,10 @@ class Link:
     sock: socket.socket
     received: bytes = b""
     sent: int = 0
+
+    @property
+    def open(self) -> bool:
+        return self.sock.fileno() >= 0
 
     def ask(self, call: str, pipe: int | None = None, **more: Any) -> int:
         """Send a request; returns its number."""
@@ -227,7 +236,7 @@ class Agents:
         self.links.clear()
 
     def _connect(self, process: ProcessId) -> Link | None:
-        if process in self.links:
+        if process in self.links and self.links[process].open:
             return self.links[process]
         uid = processes.uid_of(process.pid)
         path = protocol.find(process, uid)
