@@ -163,17 +163,22 @@ class Group(Walk):
             self.check_interruption()
             self.claims.append(self.claim(p.id for p in inventory.processes))
             states = self.world.states(p.id for p in inventory.processes)
-            together = self._suspended_with(states)
-            held_for = any(not m.along for m in together)  # else whom it was taken along with has ended: it is as any other
-            beside = self.beside | {m.id.pid for m in together if m.along and held_for}
-            outside = [m.id.pid for m in together if m.id not in states]
-            if not outside and beside == self.beside and all(states[p.id] is p.state for p in inventory.processes):
+            wider = self.wider(states, targets)
+            if wider is None and all(states[p.id] is p.state for p in inventory.processes):
                 return inventory, targets
             self.release()
             self.deadline.check(self.world.now(), "inspect")
-            self.beside = beside
-            targets = [t for t in (*targets, *outside) if t not in beside]
+            self.beside, targets = wider or (self.beside, targets)
             inventory = self.inspect(targets, tree)
+
+    def wider(self, group: Collection[ProcessId], targets: Sequence[int]) -> tuple[frozenset[int], Sequence[int]] | None:
+        """Who is taken along and the targets, with all that was suspended together with one of *group*; None if that has all of it."""
+        together = self._suspended_with(group)
+        held_for = any(not m.along for m in together)  # else whom it was taken along with has ended: it is as any other
+        beside = self.beside | {m.id.pid for m in together if m.along and held_for}
+        if beside == self.beside and all(m.id in group for m in together):
+            return None
+        return beside, [t for t in dict.fromkeys((*targets, *(m.id.pid for m in together))) if t not in beside]
 
     def _suspended_with(self, group: Collection[ProcessId]) -> list[Member]:
         """Living members of the records that one of *group* is in. Raises if such a record was left in the middle, and has others too."""

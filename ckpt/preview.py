@@ -33,6 +33,9 @@ class Preview(Group):
         """What a suspend would do; ``details["plan"]`` has it. Touches nothing."""
         self.method, self.beside = by, frozenset(along)
         inventory = self.inspect(targets, tree)
+        if wider := self.wider({p.id for p in inventory.processes}, targets):
+            self.beside, targets = wider
+            inventory = self.inspect(targets, tree)
         self.deadline.set(sum(p.nbytes for p in inventory.processes))
         now = {p.id: p.state for p in inventory.processes}
         down = method.suspended(self, inventory)

@@ -118,13 +118,19 @@ def test_a_communicator_that_reaches_a_trainer(job: Job) -> None:
 def test_one_of_the_same_tree_is_taken_along_all_the_same(machine4: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the library, as by the command."""
     ranks = machine4.job(*(("--gpu", str(r), "--nccl-socket", "--agent", "sync", str(r), "3") for r in range(3)))
+    other = machine4.target("--gpu", "3")
     for name, value in machine4.environ.items():
         monkeypatch.setenv(name, value)
     pids = [r.pid for r in ranks]
     down = gpuckpt.suspend(pids[0], along=[pids[2]])
     assert {p.pid: p.state for p in down.processes} == dict(zip(pids, ("suspended", "suspended", "held"), strict=True))
+    assert gpuckpt.suspend(pids[2]).already, "it stands for the group"
+    assert machine4.gpuckpt("suspend", "--dry-run", pids[2]).document["already"]
+    assert machine4.gpuckpt("suspend", pids[2], other.pid).states == dict(
+        zip((*pids, other.pid), ("suspended", "suspended", "held", "suspended"), strict=True)
+    )
     assert gpuckpt.resume(pids[0]).ok
-    assert all(r.unharmed() for r in ranks)
+    assert all(r.unharmed() for r in (*ranks, other))
 
 
 def test_the_pool_of_one_that_is_taken_along_stays(machine4: Machine) -> None:
