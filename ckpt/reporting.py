@@ -101,7 +101,10 @@ class Reporting(Group):
             in_host = image.host_bytes + (moved or {}).get("kept_bytes", 0)
             where = (in_host, kept, m.lost or m.waiting, image.disk_bytes, image.image, moved, why)
             rows.append(ProcessReport(m.id.pid, m.name, called, tuple(gpus.values()), *where))
-        return self.report(rows, ok=ok, error=error.as_dict() if error else None, details={"method": self.taken} if self.taken else {})
+        details: dict[str, Any] = {"method": self.taken} if self.taken else {}
+        if self.record.membership:
+            details["_back"] = self.record.membership.resume_command(rows[0].pid)
+        return self.report(rows, ok=ok, error=error.as_dict() if error else None, details=details)
 
     def _close(self, outcome: str, **more: Any) -> None:
         self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()}, **more)

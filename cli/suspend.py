@@ -164,7 +164,9 @@ def show(report: Report) -> None:
         for p in report.processes if not report.simulated else ():  # simulated times are made up
             if p.image:
                 click.echo(f"  pid {p.pid}: {paths.words(p.image)}")
-        click.echo(f"{report.seconds:.1f} s, {where}. Back with: gpuckpt resume {report.processes[0].pid}")
+        several = report.details.get("_back")
+        back = f"here, and likewise on each other host: {several}" if several else f"gpuckpt resume {report.processes[0].pid}"
+        click.echo(f"{report.seconds:.1f} s, {where}. Back with: {back}")
 
 
 def show_plan(report: Report) -> None:

@@ -77,12 +77,19 @@ class Cluster:
             self.ranks.append(machine.job(("--agent", f"own{h}", "0", "1") if agents else ()))
 
     def begin(
-        self, host: int, command: str, *options: object, timeout: str = "20s", nodes: int | None = None, place: bool = True
+        self,
+        host: int,
+        command: str,
+        *options: object,
+        timeout: str = "20s",
+        nodes: int | None = None,
+        place: bool = True,
+        json: bool = True,
     ) -> Running:
         words = ["--rendezvous", self.url, "--nodes", nodes or self.nodes, "--timeout", timeout, *options]
         words += ["--node-rank", host] if place else []
         afresh = ("env",) if self.address else ()  # with a torch that is not the tests' own
-        return self.machines[host].begin(command, self.ranks[host][0].pid, *map(str, words), prefix=afresh)
+        return self.machines[host].begin(command, self.ranks[host][0].pid, *map(str, words), json=json, prefix=afresh)
 
     def all(self, command: str, *options: object, place: bool = True) -> list[Result]:
         """*command* on every host; without *place* each takes one that is free."""

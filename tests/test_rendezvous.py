@@ -175,6 +175,17 @@ def test_one_part_of_a_job_is_refused_without_the_others(cluster: Make) -> None:
     result = c.machines[0].gpuckpt("suspend", c.ranks[0][0].pid)
     assert (result.code, result.error["code"]) == (6, "nccl-communicator")
     assert "rank 1 of 2 is not in it" in result.error["message"]
+    assert "--rendezvous" in result.error["hint"]
+
+
+def test_a_person_is_told_how_all_come_back(cluster: Make) -> None:
+    c = cluster(2)
+    c.own_jobs()
+    down = [r.end() for r in (c.begin(0, "suspend", json=False), c.begin(1, "suspend"))]
+    assert [r.code for r in down] == [0, 0], down
+    assert f"each other host: gpuckpt resume {c.ranks[0][0].pid} --rendezvous {c.url} --nodes 2 --node-rank 0\n" in down[0].stdout
+    assert "_back" not in down[1].document
+    assert [r.code for r in c.all("resume")] == [0, 0]
 
 
 def key_file(path: Path, mode: int = 0o600) -> Path:

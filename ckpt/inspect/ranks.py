@@ -58,7 +58,7 @@ def _cure(several: bool, elsewhere: Sequence[Outsider]) -> str:
     if several and not elsewhere:
         return "name a process of the job on every host, and count every host in --nodes"
     if not elsewhere:
-        return "name a process of the whole job, without --no-tree"
+        return "name a process of the whole job, without --no-tree; for ranks on other hosts the same there, with --rendezvous"
     pids = list(dict.fromkeys(o.rank.pid for o in elsewhere))
     if not several and any(o.near for o in elsewhere):
         return f"suspend the whole job by any pid of it, without --no-tree: gpuckpt suspend {pids[0]}"
