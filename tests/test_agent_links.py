@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,6 +90,25 @@ def test_a_stopped_agent_keeps_nobody_waiting(machine4: Machine) -> None:
 
 def test_an_agent_is_one_thread_and_stays_behind_at_a_fork() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], check=True)
+
+
+OTHER_USER = ("unshare", "--user", "--map-user=1234")
+INSTALLED = "import gpuckpt.agent, os, sys; gpuckpt.agent.install(); print(os.geteuid(), flush=True); sys.stdin.read()"
+
+
+@pytest.mark.skipif(subprocess.run([*OTHER_USER, "true"], capture_output=True, check=False).returncode != 0, reason="needs user namespaces")
+def test_an_agent_in_a_container_has_another_user_there() -> None:
+    with subprocess.Popen(
+        [*OTHER_USER, sys.executable, "-c", INSTALLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as inside:
+        assert inside.stdout.readline() == "1234\n"
+        me, agents = processes.read(inside.pid).id, Agents()
+        hello = agents.hello(me)
+        agents.close()
+        inside.stdin.close()
+    shutil.rmtree(protocol.directory(1234))
+    assert hello is not None
+    assert hello.stage == "running"
 
 
 def test_a_script_runs_under_an_agent_as_it_would_alone(tmp_path) -> None:

@@ -99,8 +99,8 @@ def check_directory(path: Path, uid: int) -> None:
 def find(process: ProcessId, uid: int) -> Path | None:
     """The socket of *process*'s agent as we reach it, also into a container; None if it has none that can be trusted."""
     root = Path(f"/proc/{process.pid}/root")
-    place = root / directory(uid).relative_to("/")
     try:
+        place = root / directory(_own_uid(process.pid, uid)).relative_to("/")
         own_pid = _own_pid(process.pid)
         path = place / socket_name(own_pid, process.start_ticks)
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -113,6 +113,16 @@ def find(process: ProcessId, uid: int) -> Path | None:
 
 def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
+
+
+def _own_uid(pid: int, uid: int) -> int:
+    """What *uid*, whose *pid* is, is called where that lives: the root of a container, say."""
+    if not Path(f"/proc/{pid}/ns/user").samefile("/proc/self/ns/user"):
+        for line in Path(f"/proc/{pid}/uid_map").read_text().splitlines():
+            inside, outside, count = map(int, line.split())
+            if outside <= uid < outside + count:
+                return inside + uid - outside
+    return uid
 
 
 def _own_pid(pid: int) -> int:
