@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 import subprocess
 import sys
@@ -95,6 +96,19 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(errors.RendezvousLost) as e:
         FileStore(tmp_path / "not mounted" / "job")
     assert str(tmp_path / "not mounted") in e.value.hint
+
+
+def test_a_full_disk_decides_nothing(tmp_path: Path) -> None:
+    """A write that comes only half way says so with its next byte."""
+    store, before = FileStore(tmp_path / "job"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        with pytest.raises(errors.RendezvousLost, match="File too large"):
+            store.compare_set("k", b"v" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "job").iterdir())
+    assert store.compare_set("k", b"w") == b"w"
 
 
 def test_no_draft_is_left(tmp_path: Path) -> None:

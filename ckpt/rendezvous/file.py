@@ -41,11 +41,10 @@ class FileStore:
             try:
                 fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=place)
                 try:
-                    os.write(fd, value)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-                try:
+                    with open(fd, "wb") as file:
+                        file.write(value)
+                        file.flush()
+                        os.fsync(fd)
                     # Over NFS an answer can be lost and the call be repeated: then this is our own file, as what is read shows.
                     with contextlib.suppress(FileExistsError):
                         os.link(draft, key, src_dir_fd=place, dst_dir_fd=place)
