@@ -73,7 +73,7 @@ class Group(Walk):
         ids = {p.id for p in inventory.processes}
         for m in (m for r in self.world.journal.records() for m in r.members):
             if m.id in ids and m.lost:
-                raise errors.Lost(m.lost, hint=f"end it and start it again: kill {m.id}", pid=m.id.pid, step="inspect")
+                raise errors.Lost(m.lost, hint=f"end it and start it again: kill -9 {m.id}", pid=m.id.pid, step="inspect")
 
     def refuse_hazards(self, hazards: Iterable[Hazard], step: str = "inspect") -> None:
         for hazard in hazards:
@@ -114,7 +114,7 @@ class Group(Walk):
                     f"the agent of {self.world.describe(m.id.pid)} does not answer, and its program stands still until it is asked to "
                     "go on; what was suspended with it waits as well",
                     hint=f"gpuckpt recover, in {FOUND_S:g} s once more: a socket that was removed is made anew; if it never answers, "
-                    f"end it: kill {m.id}",
+                    f"end it: kill -9 {m.id}",
                     pid=m.id.pid,
                 )
             elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:

@@ -35,7 +35,7 @@ def agent_in_flight(who: str, call: Call, process: ProcessId, gone: Sequence[Pro
     if gone and call in (Call.COMMS, Call.COMMS_RESUME):
         ended = f"pid {', '.join(map(str, gone))} of its group ended, for whom it waits if they share a communicator"
         said = f"the agent of {who} has not done its {call}: {ended}"
-        hint = f"end the job, and start it again: kill {process}"
+        hint = f"end the job, and start it again: kill -9 {process}"
     return errors.InFlight(said, hint=hint, pid=process.pid, step=call)
 
 
@@ -66,7 +66,7 @@ def of_agent(who: str, call: Call, process: ProcessId, outcome: Outcome) -> Gpuc
         )
     if failed and call in (Call.COMMS, Call.COMMS_RESUME, Call.UNQUIESCE):
         what = "resume and verify" if call is Call.COMMS_RESUME else "suspend"
-        hint = f"end the job and start it again: kill {process}"
+        hint = f"end the job and start it again: kill -9 {process}"
         return errors.Lost(f"{who} could not {what} its communicators: {outcome.message}", hint=hint, **where)
     if outcome.result == "agent:DROPPED":
         return errors.Aborted(f"{call} of {who}: {outcome.message}", **where)
@@ -103,7 +103,7 @@ def of_call(
     if call is Call.RESTORE and state in (State.CHECKPOINTED, State.FAILED) and outcome.answered:
         return errors.Lost(
             f"restore of {who} failed (CUDA_ERROR_{outcome.result}); its GPU state cannot be brought back",
-            hint=f"end it and start it again: kill {process}",
+            hint=f"end it and start it again: kill -9 {process}",
             **where,
         )
     if call is Call.LOCK and outcome.result == "NOT_READY":

@@ -287,7 +287,7 @@ def test_a_rank_dies_in_its_communicators(job: Job) -> None:
     result = running.end()
     assert result.code == 3, result
     assert f"has not done its comms: pid {dying.pid} of its group ended, for whom it waits" in result.error["message"]
-    assert result.error["hint"] == f"end the job, and start it again: kill {result.error['pid']}"
+    assert result.error["hint"] == f"end the job, and start it again: kill -9 {result.error['pid']}"
     assert result.states[dying.pid] == "gone"
     assert {result.states[r.pid] for r in job.ranks if r is not dying} <= {"in-flight", "quiesced", "lost"}
     assert not job.machine.world.peek().operations

@@ -58,7 +58,7 @@ def test_a_program_that_nobody_can_tell_to_go_on_is_not_called_running(machine4:
     for command in (("recover",), ("resume", ranks[0].pid)):
         again = machine4.gpuckpt(*command)
         assert again.code == 3, command
-        assert f"kill {ranks[1].pid}" in str(again.document)
+        assert f"kill -9 {ranks[1].pid}" in str(again.document)
         assert "a socket that was removed is made anew" in str(again.document)
     ranks[1].kill()
     machine4.gpuckpt("recover")

@@ -202,7 +202,7 @@ def test_a_failed_restore_names_the_lost_and_brings_back_the_rest(machine: Machi
     result = machine.gpuckpt("resume", good.pid)
     assert (result.code, result.error["code"], result.error["pid"]) == (3, "lost", importer.pid)
     assert "INVALID_VALUE" in result.error["message"]
-    assert f"kill {importer.pid}" in result.error["hint"]
+    assert f"kill -9 {importer.pid}" in result.error["hint"]
     assert result.states == {good.pid: "running", importer.pid: "lost"}
     assert good.unharmed()
     rows = {p["pid"]: p["state"] for p in machine.gpuckpt("ps").document["processes"]}
