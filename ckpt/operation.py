@@ -358,7 +358,7 @@ class Operation(Reporting):
         if worst := self._worst(failures):
             self._end(worst, goal)
         lost = [m for m in self.record.members if m.lost and self.now.get(m.id, State.GONE) is not State.GONE]
-        if lost and self.command == "resume":
+        if lost:
             self._end(
                 errors.Lost(lost[0].lost, hint=f"end it and start it again: kill -9 {lost[0].id}", pid=lost[0].id.pid, step="restore"), goal
             )

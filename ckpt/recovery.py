@@ -135,6 +135,8 @@ def words(record: Record, operation: Operation, ok: bool) -> str:
         return f"{who}: ended; the entry was removed"
     if record.status is Status.SUSPENDED:
         return f"{who}: {', '.join(sorted({str(s) for s in states.values()}))}"
+    if operation.record and (lost := [str(m.id) for m in operation.record.members if m.lost and states.get(m.id) is not State.GONE]):
+        return f"{who}: pid {', '.join(lost)} is lost, and stays where it is"
     verb = {Status.SUSPENDING: "suspend", Status.UNDOING: "suspend", Status.RESUMING: "resume"}[record.status]
     if not ok:
         return f"{who}: the {verb} stays in the middle"

@@ -70,8 +70,10 @@ def of_agent(who: str, call: Call, process: ProcessId, outcome: Outcome) -> Gpuc
         return errors.Lost(f"{who} could not {what} its communicators: {outcome.message}", hint=hint, **where)
     if outcome.result == "agent:DROPPED":
         return errors.Aborted(f"{call} of {who}: {outcome.message}", **where)
-    cls = errors.Busy if call is Call.QUIESCE else errors.InFlight
-    return cls(f"the agent of {who} did not begin its {call}: {outcome.message}", hint="gpuckpt recover", **where)
+    said = f"the agent of {who} did not begin its {call}: {outcome.message}"
+    if call is Call.QUIESCE:
+        return errors.Busy(said, hint="gpuckpt recover", **where)
+    return errors.InFlight(said, hint=f"when it has done so, or been ended (kill -9 {process}): gpuckpt recover", **where)
 
 
 def of_call(

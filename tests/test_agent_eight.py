@@ -291,6 +291,10 @@ def test_a_rank_dies_in_its_communicators(job: Job) -> None:
     assert result.states[dying.pid] == "gone"
     assert {result.states[r.pid] for r in job.ranks if r is not dying} <= {"in-flight", "quiesced", "lost"}
     assert not job.machine.world.peek().operations
+    recovered = job.machine.gpuckpt("recover")
+    assert (recovered.code, recovered.error["code"]) == (3, "lost"), recovered
+    assert "is lost" in recovered.document["recovered"][0]
+    assert job.machine.gpuckpt("recover").document["recovered"] == [], "it is known"
 
 
 def test_a_rank_hangs_on_the_way_back(job: Job) -> None:
