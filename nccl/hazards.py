@@ -32,6 +32,17 @@ BESIDE_NCCL = {
     "fi_ar_comm": ("FlashInfer's all-reduce workspace maps the memory of the peers", environment.VLLM_CURE),
 }
 HARMLESS = ("pynccl_comm", "qr_comm", "aiter_ar_comm")  # NCCL itself, and what there is for AMD's GPUs alone
+#: module and class of buffers that are mapped in all peers -> (what it is, cure)
+BUFFERS = {
+    ("flashinfer.comm.mnnvl", "McastGPUBuffer"): (
+        "a multicast buffer of FlashInfer's maps the memory of the peers",
+        "start the program without it",
+    ),
+    ("vllm.model_executor.layers.minimax_rms_norm.lamport_workspace", "IpcBuffer"): (
+        "vLLM's all-reduce of MiniMax models maps the memory of its peers by CUDA IPC",
+        "no setting of vLLM's turns it off: this model can be suspended on one GPU alone",
+    ),
+}
 #: what vLLM's all-to-all may be without memory of its own
 _PLAIN_ALL2ALL = ("NaiveAll2AllManager", "AgRsAll2AllManager")
 
@@ -63,7 +74,7 @@ def hazards(
     *modules* stands for ``sys.modules``, *environ* for :func:`parsed_environment`.
     """
     modules = dict(sys.modules) if modules is None else modules
-    found = [*_of_vllm(modules), *_of_torch(modules), *_of_flashinfer(modules), *_of_modules(modules)]
+    found = [*_of_vllm(modules), *_of_torch(modules), *_of_buffers(modules), *_of_modules(modules)]
     if communicators:
         environ = parsed_environment() if environ is None else environ
         for_torch = any(c.source == "torch" for c in communicators)
@@ -175,10 +186,11 @@ def _living(cls: Any) -> list[Any]:
     return found
 
 
-def _of_flashinfer(modules: Mapping[str, Any]) -> Iterator[Hazard]:
-    """Buffers that are mapped in all peers, which models make by themselves."""
-    if _living(getattr(modules.get("flashinfer.comm.mnnvl"), "McastGPUBuffer", None)):
-        yield _import("a multicast buffer of FlashInfer's (McastGPUBuffer) maps the memory of the peers", "start the program without it")
+def _of_buffers(modules: Mapping[str, Any]) -> Iterator[Hazard]:
+    """Those that models make by themselves."""
+    for (module, name), (what, cure) in BUFFERS.items():
+        if any(getattr(buffer, "_alive", True) for buffer in _living(getattr(modules.get(module), name, None))):
+            yield _import(f"{what} ({name})", cure)
 
 
 def _alone(modules: Mapping[str, Any]) -> bool:

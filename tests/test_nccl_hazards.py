@@ -172,6 +172,25 @@ out["buffer"] = told([], {mnnvl.__name__: mnnvl})
     assert (kind, "McastGPUBuffer" in message) == ("possible-import", True)
 
 
+def test_vllm_s_buffers_of_minimax_models(run: Run) -> None:
+    """They import the memory of the peers by legacy IPC, which a suspend of NCCL leaves and no restore survives."""
+    out = run("""
+module = ModuleType("vllm.model_executor.layers.minimax_rms_norm.lamport_workspace")
+class IpcBuffer:
+    _alive = True
+module.IpcBuffer = IpcBuffer
+out["none"] = told([], {module.__name__: module})
+buffer = IpcBuffer()
+out["one"] = told([], {module.__name__: module})
+buffer._alive = False
+out["closed"] = told([], {module.__name__: module})
+""")
+    assert (out["none"], out["closed"]) == ([], [])
+    ((kind, message, hint, _),) = out["one"]
+    assert (kind, "IpcBuffer" in message) == ("possible-import", True)
+    assert "one GPU" in hint
+
+
 def test_tensors_of_another_process(run: Run) -> None:
     out = run("""
 live, dead = SimpleNamespace(expired=lambda: False), SimpleNamespace(expired=lambda: True)

@@ -18,6 +18,14 @@ from gpuckpt.nccl import environment, hazards
 from gpuckpt.supervisor import vllm
 
 
+#: The custom all-reduce and what it calls, a test of peer access, and what of gpuckpt.nccl.hazards.BUFFERS is vLLM's.
+IPC = {
+    "_custom_ops.py",
+    *(f"distributed/device_communicators/{name}.py" for name in ("all_reduce_utils", "cuda_wrapper", "custom_all_reduce", "quick_all_reduce")),
+    *(f"{module.removeprefix('vllm.').replace('.', '/')}.py" for module, _ in hazards.BUFFERS if module.startswith("vllm.")),
+}
+
+
 def checks(root: Path) -> dict[str, bool]:
     """Each assumption in words -> whether the vLLM in *root* (the folder of the package) keeps it."""
     core = Source(root / "v1/engine/core.py")
@@ -129,6 +137,12 @@ def checks_of_nccl(root: Path) -> dict[str, bool]:
         ),
         "what else a group has beside NCCL is known, or AMD's": set(re.findall(r"self\.(\w+_comm): ", cuda.text))
         <= {*hazards.HARMLESS, *hazards.BESIDE_NCCL},
+        "who opens the memory of peers by CUDA IPC is known, or AMD's": {
+            str(path.relative_to(root))
+            for path in root.rglob("*.py")
+            if re.search(r"cudaIpcOpenMemHandle\(|\bopen_mem_handle\(", path.read_text()) and "amd" not in path.parts
+        }
+        <= IPC,
         "a communicator that its own suspend took down is told by NCCL": "def suspend(" not in pynccl.text
         or has(wrapper.text + pynccl.text, '"ncclCommSuspend"](comm, flags)', "nccl.ncclCommSuspend(self.comm, ", "nccl.ncclCommResume(self.comm)"),
         "a worker loads the plugins": "load_general_plugins()" in base.body("WorkerWrapperBase", "init_worker"),
