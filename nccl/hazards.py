@@ -53,6 +53,7 @@ _MODULES = {
     "pplx_kernels": "pplx-kernels (NVSHMEM)",
     "mscclpp": "MSCCL++",
     "nixl": "NIXL",
+    "mooncake": "Mooncake",
     "ucp": "UCX",
     "ucxx": "UCX",
 }

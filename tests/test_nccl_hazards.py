@@ -214,7 +214,9 @@ out = [told([], torch_modules(torch, {"7": Group(Backend(torch, {}, options=opti
     assert "group 7" in out[2][0][1]
 
 
-@pytest.mark.parametrize(("module", "word"), [("deep_ep", "DeepEP"), ("nvshmem", "NVSHMEM"), ("nixl", "NIXL"), ("ucp", "UCX")])
+@pytest.mark.parametrize(
+    ("module", "word"), [("deep_ep", "DeepEP"), ("nvshmem", "NVSHMEM"), ("nixl", "NIXL"), ("mooncake", "Mooncake"), ("ucp", "UCX")]
+)
 def test_libraries_that_share_memory_on_their_own(run: Run, module: str, word: str) -> None:
     ((kind, message, hint, acceptable),) = run(f"""out = told([], {{"{module}": ModuleType("x")}})""")
     assert (kind, acceptable) == ("possible-import", True)
