@@ -143,7 +143,9 @@ def pids(targets: Sequence[str]) -> list[int]:
     found = []
     for t in targets:
         if not t.isascii() or not t.isdecimal() or int(t) == 0:
-            raise errors.Usage(f"{t!r} is neither a pid nor the name of a run", hint="gpuckpt ps lists the processes that can be suspended")
+            raise errors.Usage(
+                f"{t!r} is neither a pid nor the name of a run", hint=f"gpuckpt ps lists the processes that can be suspended; {_runs()}"
+            )
         found.append(int(t))
     return found
 
@@ -181,7 +183,7 @@ def ask_run(name: str, command: str, *, timeout_s: float | None = None, quiet: b
     from gpuckpt.supervisor.operate import report_or_raise
 
     if not control.exists(name):
-        raise errors.Usage(f"there is no run called {name!r}", hint="its name is in what gpuckpt run logs")
+        raise errors.Usage(f"there is no run called {name!r}", hint=_runs())
     said = ""
 
     def tell(words: str) -> None:
@@ -197,6 +199,14 @@ def ask_run(name: str, command: str, *, timeout_s: float | None = None, quiet: b
             f"interrupted; the run {name!r} goes on with the {command} that it was asked for", hint=f"gpuckpt status {name}"
         ) from None
     return report_or_raise(command, json.dumps(answer).encode())
+
+
+def _runs() -> str:
+    """Which runs there are, for who has named none of them."""
+    from gpuckpt.supervisor import places
+
+    names = places.running()
+    return f"the runs of yours are {', '.join(names)}" if names else "no run of yours is there"
 
 
 def show_run(report: Report) -> None:

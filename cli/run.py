@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
 
 import click
 
@@ -22,7 +23,15 @@ if TYPE_CHECKING:
     from gpuckpt.supervisor.places import Place
     from gpuckpt.supervisor.supervise import Options
 
-CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent", "fusion")
+WITHOUT = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent", "fusion", "preload")
+
+
+#: What a run says of its adapter.
+TAKEN_FOR = {
+    "vllm": "the command is taken for vllm serve",
+    "url": "the command is another server, by its URL",
+    "none": "the command is not taken for a server: no gate, it is suspended and resumed by name (--adapter vllm, if it is a vllm serve)",
+}
 
 
 @click.command(cls=Wrapper, context_settings={"allow_interspersed_args": False})
@@ -45,7 +54,7 @@ CHANGES = ("gate", "dev-mode", "sleep-mode", "custom-all-reduce", "nccl", "agent
     help="Of each suspend and each resume. [default: 60s and 2s for each GiB]",
 )
 @click.option("--adapter", type=click.Choice(["auto", "vllm", "none"]), default="auto", show_default=True, help="How the command serves.")
-@click.option("--without", multiple=True, type=click.Choice((*CHANGES, "preload")), help="Leave out one of the changes. Repeatable.")
+@click.option("--without", multiple=True, type=click.Choice(WITHOUT), help="Leave out one of the changes. Repeatable.")
 @click.option("--upstream", metavar="URL", help="Of another HTTP server: where it listens.")
 @click.option("--health", default="/health", show_default=True, metavar="PATH", help="With --upstream: answers 200 when it can serve.")
 @click.option("--listen", metavar="[HOST:]PORT", help="Where the gate listens. [default: vllm's --host and --port; 127.0.0.1:8000]")
@@ -181,6 +190,8 @@ def run(
             policy = Policy(drain_s, grace_s, timeout_s, frozenset(accept_loss), rehearsed, probe, first, later, method)
             if keep_in != "ram":
                 _check_place(later or first, prepared)
+            if not prepared.gate:
+                _refuse_without_gate(kind, idle=idle_s, listen=listen, hold_comments=comments_s, share=True if share and not pin else None)
             sharing = Sharing(share, pin, least_awake_s)
             where = _listen(listen, prepared, kind)
             return prepared, Options(
@@ -249,6 +260,17 @@ def fail_to_run(as_json: bool, error: errors.GpuckptError) -> NoReturn:
     fail("run", as_json, error, status=error.status if isinstance(error, errors.CannotStart) else FAILED)
 
 
+def _refuse_without_gate(kind: str, **given: object) -> None:
+    """Raise for an option that goes by requests where none come by us: it would be suspended at work, and nothing would bring it back."""
+    option = next((f"--{o.replace('_', '-')}" for o, value in given.items() if value is not None), "")
+    if option:
+        why = "its gate was left out (--without gate)" if kind == "vllm" else "the command is not taken for a server"
+        raise errors.Usage(
+            f"{option} goes by the requests that come, and here none would come by gpuckpt: {why}; nothing was started",
+            hint="--adapter vllm, if it is a vllm serve; --upstream URL for another server; or gpuckpt suspend NAME by hand",
+        )
+
+
 def _supervise(prepared: vllm.Prepared, options: Options, place: Place, log_format: str) -> int:
     import asyncio
 
@@ -259,8 +281,10 @@ def _supervise(prepared: vllm.Prepared, options: Options, place: Place, log_form
     logging.raiseExceptions = False  # a log that cannot be written is no reason for anything
     for text in prepared.warnings:
         warn(text)
+    log = logging.getLogger("gpuckpt.run")
+    log.info("%s", TAKEN_FOR[options.adapter])
     for what in prepared.changes.values():
-        logging.getLogger("gpuckpt.run").info("changed: %s", what)
+        log.info("changed: %s", what)
     return asyncio.run(supervise(options, prepared, place))
 
 
@@ -270,12 +294,20 @@ def _adapter(chosen: str, upstream: str | None, command: tuple[str, ...]) -> str
     if upstream:
         if chosen == "vllm":
             raise errors.Usage("--upstream is for other servers than vLLM; leave one of the two out")
-        if not upstream.startswith("http://"):
+        if not _is_url(upstream):
             raise errors.Usage(f"--upstream {upstream} is no URL such as http://127.0.0.1:9000")
         return "url"
     if chosen == "auto":
         return "vllm" if vllm.recognise(command) else "none"
     return chosen
+
+
+def _is_url(text: str) -> bool:
+    try:
+        at = urlsplit(text)
+        return at.scheme == "http" and bool(at.hostname) and (at.port or 80) > 0
+    except ValueError:
+        return False
 
 
 def _listen(text: str | None, prepared: vllm.Prepared, kind: str) -> tuple[str, int]:
@@ -346,7 +378,8 @@ def _show_plan(report: Report) -> None:
         click.echo(f"{name}={value}")
     click.echo(shlex.join(d["command_line"]))
     for name, what in d["changes"].items():
-        click.echo(f"  {name}: {what}  (leave out with --without {name})")
+        click.echo(f"  {name}: {what}" + (f"  (leave out with --without {name})" if name in WITHOUT else ""))
     if d["keep"]:
         click.echo(f"  keep kv_cache: {d['keep']['words']}")
     click.echo(f"name {d['name']}, adapter {d['adapter']}, " + (f"gate on {d['listen']}" if d["listen"] else "no gate"))
+    click.echo(TAKEN_FOR[d["adapter"]])

@@ -38,10 +38,12 @@ class Server:
         self.options = options
         self.world = SimulatedWorldDir(os.environ["GPUCKPT_SIMULATE"])
         self.log = open(options.log, "a", buffering=1)  # noqa: SIM115 - for as long as it lives
-        self.sleeping = False
+        self.sleeping = False  # it begins nothing new
+        self.away = False  # and what it had on the GPU is not there
         self.reloads = False  # its weights are gone since a sleep of level 2, until they are loaded again
         self.wakes = 0
         self.running = 0
+        self.at_work = 0  # on what its clients do not wait for
         self.served = 0
         self.status = dict(s.split("=") for s in options.status)
         self.gate = asyncio.Semaphore(options.at_once)
@@ -143,6 +145,9 @@ class Server:
             return web.json_response({})
         held = await self.gpu()
         self.served += 1
+        if after := body.get("background"):  # work that goes on after the answer
+            self.at_work += 1
+            asyncio.get_running_loop().call_later(after, self.done)
         seconds = float(body.get("seconds", 0))
         if body.get("drops") and request.transport is not None:
             request.transport.abort()
@@ -168,39 +173,46 @@ class Server:
         await response.write(b"data: [DONE]\n\n")
         return response
 
+    def done(self) -> None:
+        self.at_work -= 1
+
     async def in_turn(self, request: web.Request) -> web.StreamResponse:
         """What the engine is asked: it goes on with it, also if whoever asked has left."""
         handler = {"/sleep": self.sleep, "/wake_up": self.wake, "/is_sleeping": self.is_sleeping}[request.path]
 
         async def one() -> web.StreamResponse:
+            if request.path == "/sleep":  # it takes new orders meanwhile, and sleeps in any case once it is idle
+                self.sleeping |= request.query["level"] == "0"
+                while self.at_work:
+                    await asyncio.sleep(0.01)
             async with self.engine:
                 return await handler(request)
 
         return await asyncio.shield(asyncio.create_task(one()))
 
     async def sleep(self, request: web.Request) -> web.StreamResponse:
+        if request.query["level"] == "0":  # no new work, and nothing more
+            self.note("pause", query=dict(request.query))
+            return web.Response()
         self.note("sleep", running=self.running, query=dict(request.query))
         await asyncio.sleep(self.options.slow_sleep)
         await asyncio.to_thread(self._call)
-        if request.query["level"] == "0":  # no new work, and nothing more
-            self.sleeping = True
-            return web.Response()
-        if not self.sleeping:
+        if not self.away:
             self._take(-self.options.sleep_frees)
         self.reloads |= request.query["level"] == "2"
-        self.sleeping = True
+        self.sleeping = self.away = True
         return web.Response()
 
     async def wake(self, request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(self.options.slow_wake)
         await asyncio.to_thread(self._call)
         try:
-            if self.sleeping and request.query.get("tags") != "scheduling":
+            if self.away and request.query.get("tags") != "scheduling":
                 self._take(self.options.sleep_frees)
         except CallError:
             self.note("out of memory")
             return web.json_response({"error": "out of memory"}, status=500)
-        self.sleeping = False
+        self.sleeping = self.away = False
         self.wakes += 1
         self.note("woken")
         return web.Response()

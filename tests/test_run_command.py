@@ -62,7 +62,7 @@ def test_all_changes() -> None:
     assert made.warnings == ()
 
 
-@pytest.mark.parametrize("words", [("-tp", "2"), ("--tensor-parallel-size=2",), ("-pp=2",), ("--data_parallel_size", "2")])
+@pytest.mark.parametrize("words", [("-tp", "2"), ("--tensor-parallel-size=2",), ("-pp=2",), ("--data_parallel_size", "2"), ("-pcp", "2")])
 def test_several_gpus(words: tuple[str, ...]) -> None:
     made = prepare(*words, NCCL_NVLS_ENABLE="1")
     assert set(made.changes) == set(vllm.CHANGES)
@@ -72,7 +72,8 @@ def test_several_gpus(words: tuple[str, ...]) -> None:
     assert "NCCL_NVLS_ENABLE" not in made.environ
     assert [w for w in made.warnings if "NCCL_NVLS_ENABLE=1" in w]
     assert made.command[-2:] == ("--compilation-config", vllm.FUSION_OFF)
-    assert "--compilation-config was set by you" in prepare(*words, "--compilation-config", "{}").warnings[-1]
+    for given in (("--compilation-config", "{}"), ("--compilation_config.mode", "3"), ("-cc.mode=3",)):
+        assert "--compilation-config was set by you" in prepare(*words, *given).warnings[-1]
     assert "GPUCKPT_AGENT" not in prepare(*words, without=("agent",)).environ
     made = prepare(*words, without=("nccl", "agent", "fusion"))
     assert made.environ == {"VLLM_SERVER_DEV_MODE": "1"}
@@ -118,9 +119,21 @@ def test_what_is_there_already_is_not_added_twice() -> None:
 
 
 def test_keys_of_the_command_and_of_the_environment() -> None:
-    assert prepare("--api-key", "a", "b", "--port", "1", VLLM_API_KEY="c").keys == ("a", "b", "c")
+    """vLLM takes those of the option alone, where there are any."""
+    assert prepare("--api-key", "a", "b", "-O3", "--port", "1", VLLM_API_KEY="c").keys == ("a", "b")
     assert prepare("--api-key=a").keys == ("a",)
+    assert prepare(VLLM_API_KEY="c").keys == ("c",)
     assert prepare().keys == ()
+
+
+def test_an_option_by_its_beginning() -> None:
+    """vLLM's parser takes it for the option, so it is one here."""
+    made = prepare("--api-k", "a", "--por", "9000", "--hos=0.0.0.0", "--tensor-par", "2", "--enable-sleep")
+    assert (made.keys, made.host, made.port, made.gpu_count) == (("a",), "0.0.0.0", 9000, 2)
+    assert not {"--por", "9000", "--hos=0.0.0.0", "--enable-sleep-mode"} & set(made.command)
+    for option in ("--ssl-keyf", "--ud", "--headl"):
+        with pytest.raises(errors.Usage, match="gate"):
+            prepare(option, "x")
 
 
 def test_the_last_value_counts() -> None:
@@ -228,6 +241,15 @@ def test_bad_usage_of_what_runs_another_program(machine: Machine, command: str) 
         (["--upstream", "https://x", "--", "true"], "http://"),
         (["--upstream", "http://x", "--adapter", "vllm", "--", "true"], "leave one"),
         (["--upstream", "http://x", "--listen", "x:y", "--", "true"], "--listen"),
+        (["--upstream", "http://x:y", "--", "true"], "is no URL"),
+        (["--upstream", "http://:80", "--", "true"], "is no URL"),
+        (
+            ["--idle", "1s", "--", "nice", "vllm", "serve", "m"],
+            "--idle goes by the requests that come, and here none would come by gpuckpt",
+        ),
+        (["--idle", "1s", "--without", "gate", "--", "vllm", "serve", "m"], "its gate was left out"),
+        (["--listen", "8000", "--", "true"], "the command is not taken for a server"),
+        (["--share", "--", "true"], "--adapter vllm, if it is"),
         (["--", "vllm", "serve", "m", "--uds", "/x"], "behind the gate"),
     ],
 )

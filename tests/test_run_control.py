@@ -95,6 +95,17 @@ def test_the_port_is_taken(stage: Stage) -> None:
     assert "[cannot-listen]" in second.stderr
 
 
+def test_a_server_that_is_there_already_is_not_taken_for_ours(stage: Stage) -> None:
+    """Case 19: llm-d-incubation/llm-d-fast-model-actuation#388. Case 21: dryvist/nix-ai#1182. By its URL alone it could not be told."""
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        at = f"http://127.0.0.1:{s.getsockname()[1]}"
+        words = ("run", "--json", "--upstream", at, "--listen", "0", "--", "touch", "started")
+        result = stage.machine.gpuckpt(*words, json=False, GPUCKPT_RUNTIME_DIR=str(stage.runtime))
+    assert (result.code, result.error["code"], result.error["pid"]) == (125, "cannot-listen", os.getpid())
+    assert f"listens at {at}, where the command is to serve once it has been started; nothing was started" in result.error["message"]
+    assert not (stage.machine.path / "started").exists()
+
+
 def test_an_address_that_is_not_ours(stage: Stage) -> None:
     run = stage.run("--listen", "192.0.2.1:0")
     assert run.end() == 125

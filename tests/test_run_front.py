@@ -197,6 +197,23 @@ def test_who_cannot_come_in_is_told_before_a_body_is_read() -> None:
     asyncio.run(asyncio.wait_for(play(), 20))
 
 
+def test_what_nobody_has_thought_of_is_told_as_other_errors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        front = Front()
+        monkeypatch.setattr(front.traffic, "check", lambda: 1 // 0)
+        async with front.before(swallow) as (reader, writer):
+            writer.write(f"{HEAD}Content-Length: 2\r\nConnection: close\r\n\r\n{{}}".encode())
+            head, _, text = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.split()[1] == b"502"
+        error = json.loads(text)["error"]
+        assert (error["code"], error["message"]) == (
+            "gate-failed",
+            "the gate could not pass it on: ZeroDivisionError: integer division or modulo by zero",
+        )
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+
+
 @pytest.mark.parametrize(("resume_s", "told"), [(0.0, 10), (0.2, 1), (7.1, 8), (500.0, 120)])
 def test_when_to_come_back_is_what_the_last_resume_took(resume_s: float, told: int) -> None:
     """Whole seconds, and no longer than OpenAI clients take notice of."""

@@ -199,6 +199,20 @@ def test_longer_than_the_drain_is_not_suspended(shared: Serving) -> None:
     assert len(shared.notes("sleep")) == slept
 
 
+def test_what_the_server_does_for_nobody_is_drained_too(shared: Serving) -> None:
+    """Else its own sleep waits for that, without an end; given up, it would come all the same, under requests let in since."""
+    assert shared.complete(background=3.0).status == 200
+    slept = len(shared.notes("sleep"))
+    error = shared.ask("suspend", drain_s=0.1)["error"]
+    assert (error["code"], error["message"][:37]) == ("still-serving", "the server was still at work after 1 ")
+    assert shared.state == "awake"
+    assert shared.complete(id=1).status == 200, "it was told to go on"
+    assert len(shared.notes("sleep")) == slept
+    assert shared.ask("suspend", drain_s=20)["ok"], "once it is done"
+    assert shared.complete(id=2).status == 200
+    assert not shared.notes("computed asleep")
+
+
 def test_looking_wakes_nothing_and_takes_no_place(asleep: Serving) -> None:
     """Case 5: goniz/opencode-local-provider#14, ctrox/zeropod#34"""
     run, woken = asleep, asleep.stderr.count(": resuming\n")
@@ -323,6 +337,9 @@ def test_keys_and_a_hold_that_is_too_short(stage: Stage) -> None:
         assert run.complete(headers).status == 401
         assert run.request("POST", "/invocations", {}, headers).status == 401
         assert run.request("GET", "/v1/models", headers=headers).status == 401
+    for odd in ("Bearer  other", "Bearer s\xe9cret"):  # the server takes neither
+        answer = run.complete({"Authorization": odd})
+        assert (answer.status, answer.error["code"]) == (401, "unauthorized")
     assert run.facts["requests_waiting"] == 0
     assert run.state == "suspended"
     answer = run.complete(key, id=1)

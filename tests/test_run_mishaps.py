@@ -61,6 +61,8 @@ class Rehearsed:
     ("fails", "order", "left"),
     [
         ("check", "suspend", RunState.AWAKE),
+        ("quiet", "suspend", RunState.AWAKE),
+        ("quiet wake", "suspend", RunState.SUSPENDED),
         ("sleep", "suspend", RunState.AWAKE),
         ("suspend", "suspend", RunState.AWAKE),
         ("suspend room", "suspend", RunState.SUSPENDED),

@@ -125,7 +125,8 @@ def test_a_cache_that_is_kept(stage: Stage) -> None:
     said = stage.gpuckpt("suspend", "m", json=False).stdout
     assert "the cache is kept: all 8.0 GiB were moved by the driver in " in said
     assert "8.0 GiB of host memory hold them" in said
-    assert run.notes("sleep")[0]["query"] == {"level": "0", "mode": "wait"}
+    assert run.notes("pause")[-1]["query"] == {"level": "0", "mode": "wait"}
+    assert not run.notes("sleep")
     facts = run.facts
     assert (facts["host_bytes"], facts["dropped_bytes"]) == (8 << 30, 0)
     kept = facts["cache"]

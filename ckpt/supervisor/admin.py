@@ -62,7 +62,7 @@ class Admin:
             await self._runner.cleanup()
 
     async def _checked(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ").strip().encode()
+        given = request.headers.get(hdrs.AUTHORIZATION, "").removeprefix("Bearer ").strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._token):
             return _error(401, "unauthorized", "the admin token is missing or wrong")
         try:

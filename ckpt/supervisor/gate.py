@@ -95,6 +95,15 @@ class Gate:
             await self._runner.cleanup()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._answer(request)
+        except Exception as e:
+            if request.writer.output_size:
+                raise  # some of an answer is out: it is cut short
+            log.exception("%s %s", request.method, request.path)
+            return self._refuse(502, "gate-failed", f"the gate could not pass it on: {words_of(e)}")
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         target = paths.origin_form(request.raw_path)
         path = paths.plain(target.partition("?")[0])
         if path is None or request.method == hdrs.METH_CONNECT:
@@ -223,7 +232,7 @@ class Gate:
         if not self._keys:
             return True
         scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        offered = given.strip().encode()
+        offered = given.encode("utf-8", "surrogateescape")
         return scheme.lower() == "bearer" and any([hmac.compare_digest(k, offered) for k in self._keys])  # noqa: C419 - all are compared, whichever fits
 
     # What the server answers.

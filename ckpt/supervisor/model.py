@@ -35,8 +35,12 @@ class Server(Protocol):
         """Whether it has been asked to sleep, and not to wake."""
         ...
 
+    async def quiet(self, within_s: float) -> bool:
+        """Whether it is done with all that it was asked, by clients that have left too. It begins nothing new until it is woken."""
+        ...
+
     async def sleep(self) -> None:
-        """Before a suspend: give back what it can by itself. No request runs."""
+        """Before a suspend: give back what it can by itself. It is quiet."""
         ...
 
     async def wake(self) -> None:

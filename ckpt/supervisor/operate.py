@@ -18,8 +18,9 @@ from gpuckpt.model import GpuReport, Hazard, ProcessReport, Report, Step
 from gpuckpt.supervisor.worker import TAKEN
 from gpuckpt.words import RAM
 
-#: How long an operation may take at the very most, in seconds. It has deadlines of its own; this is for where it never gets to them.
-LIMIT_S = 1800.0
+#: How long an operation may take beyond what it was given, in seconds. It has deadlines of its own; this is for where it never gets to
+#: them.
+LIMIT_S = 3600.0
 #: How long its process may take to end once it is let go, in seconds.
 _END_S = 5.0
 _LINE_BYTES = 1 << 24
@@ -66,14 +67,14 @@ class Worker:
         order: dict[str, Any] = {"command": command, "pids": list(pids), "timeout_s": timeout_s, "wait_s": wait_s, "accept": sorted(accept)}
         order |= {"reserved": dict(reserved or {}), "host_left": host_left, "keep_in": keep_in, "method": method}
         self.busy = True
-        line = json.dumps(order).encode() + b"\n"
+        line, limit_s = json.dumps(order).encode() + b"\n", LIMIT_S + wait_s + (timeout_s or 0.0)
         try:
-            output = await asyncio.wait_for(self._order(line, self.process or await ready()), LIMIT_S + wait_s)
+            output = await asyncio.wait_for(self._order(line, self.process or await ready()), limit_s)
             if not (self._taken or self._interrupted) and self.process:  # it died before it had read its order: nothing has begun
                 await dismiss(self.process)
-                output = await asyncio.wait_for(self._order(line, await ready()), LIMIT_S + wait_s)
+                output = await asyncio.wait_for(self._order(line, await ready()), limit_s)
         except TimeoutError:
-            raise errors.InFlight(f"the {command} did not answer within {LIMIT_S + wait_s:.0f} s", hint="gpuckpt status") from None
+            raise errors.InFlight(f"the {command} did not answer within {limit_s:.0f} s", hint="gpuckpt status") from None
         except OSError as e:
             if self._taken:
                 raise

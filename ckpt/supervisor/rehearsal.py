@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Callable
 
 from gpuckpt import errors
 from gpuckpt.model import Report
@@ -23,15 +24,26 @@ log = logging.getLogger("gpuckpt.run")
 LOOK_S = 30.0
 #: How long the restore of a rehearsal waits for room that it has just given up, in seconds.
 ROOM_S = 30.0
+#: How long a server may take to answer that it is healthy after it was woken, and how often it is asked, in seconds.
+HEALTHY_AGAIN_S = 60.0
+HEALTH_POLL_S = 0.1
+
+
+async def woken(server: Server) -> None:
+    """Have it wake up; returns once it is healthy. Raises :class:`gpuckpt.errors.ServerRefused`."""
+    await server.wake()
+    until = time.monotonic() + HEALTHY_AGAIN_S
+    while not await server.healthy():
+        if time.monotonic() >= until:
+            raise errors.ServerRefused(f"the server was not healthy {HEALTHY_AGAIN_S:.0f} s after it was woken")
+        await asyncio.sleep(HEALTH_POLL_S)
 
 
 class Rehearsal:
-    """Of one run, which serves nobody yet. *woken* has its server wake up, and returns once it is healthy; *over*: it is being stopped."""
+    """Of one run, which serves nobody yet. *over*: it is being stopped."""
 
-    def __init__(
-        self, holdings: Holdings, server: Server, probe: Probe | None, woken: Callable[[], Awaitable[None]], over: Callable[[], bool]
-    ) -> None:
-        self._holdings, self._server, self._probe, self._woken, self._over = holdings, server, probe, woken, over
+    def __init__(self, holdings: Holdings, server: Server, probe: Probe | None, over: Callable[[], bool]) -> None:
+        self._holdings, self._server, self._probe, self._over = holdings, server, probe, over
 
     async def hold(self, wanted: bool | None, *, probes: bool) -> Report:
         """See what it holds; learn the golden answers, if they will be asked for (*probes*: after each resume); and rehearse if *wanted*,
@@ -53,7 +65,7 @@ class Rehearsal:
             return Report("rehearse", True, False)
         try:
             report = await self._holdings.resume(ROOM_S, Worker())
-            await self._woken()
+            await woken(self._server)
         finally:
             await self._holdings.let_go()
         if self._probe is not None:
@@ -91,6 +103,6 @@ class Rehearsal:
                 raise
             log.warning("it cannot be suspended, and will not be: %s%s", e.message, f" (try: {e.hint})" if e.hint else "")
             await self._holdings.let_go()
-            await self._woken()
+            await woken(self._server)
             return False
         return True

@@ -37,7 +37,7 @@ from gpuckpt.supervisor.mishaps import known, tell_safely, words_of
 from gpuckpt.supervisor.model import Policy, RunState, Server
 from gpuckpt.supervisor.order import Order
 from gpuckpt.supervisor.probe import Probe
-from gpuckpt.supervisor.rehearsal import Rehearsal
+from gpuckpt.supervisor.rehearsal import HEALTH_POLL_S, Rehearsal, woken
 from gpuckpt.supervisor.room import Finder, nothing_to_ask
 from gpuckpt.supervisor.traffic import Traffic
 
@@ -45,12 +45,11 @@ log = logging.getLogger("gpuckpt.run")
 
 #: How long a stop waits for an operation to go back, in seconds. It is killed as it is then.
 GO_BACK_S = 20.0
-HEALTH_POLL_S = 0.1
 _NOT_BEGUN = (errors.Interrupted, errors.Leased)  # a resume that was given up before it touched anything
 #: A process that closed its connections because it dies is gone within this time, in seconds.
 DYING_S = 0.1
-#: How long a server may take to answer that it is healthy after it was woken, in seconds.
-HEALTHY_AGAIN_S = 60.0
+#: How long a server may take at least to end what no client waits for any more, in seconds: one whose client has left ends at once.
+FINISH_S = 1.0
 
 
 class Run:
@@ -206,8 +205,9 @@ class Run:
             if not slept:
                 with order.step("drain"):
                     await self._drain(order)
+                    slept = True
+                    await self._finish(order)
                 self._enter(RunState.SUSPENDING)
-                slept = True
                 await self.holdings.get_ready()  # while the server goes to sleep
                 with order.step("sleep"):
                     await self.holdings.sleep(self.server)
@@ -245,6 +245,15 @@ class Run:
                 hint="wait for them, or give a longer --drain",
             )
 
+    async def _finish(self, order: Order) -> None:
+        """Return when the server has nothing more to do, of what no client waits for either."""
+        within_s = max(FINISH_S, self.since + order.drain_s - time.monotonic())
+        if not await self.server.quiet(within_s):
+            raise errors.StillServing(
+                f"the server was still at work after {within_s:.0f} s, for clients that have left or ask later; it was not suspended",
+                hint="wait for it, or give a longer --drain",
+            )
+
     async def _back(self, cause: GpuckptError, slept: bool) -> None:
         """After a suspend that did not come about: serve again, if the child is as it was found."""
         if self.over:
@@ -255,7 +264,7 @@ class Run:
         try:
             if slept:
                 await self.holdings.room()
-                await self._woken()
+                await woken(self.server)
         except errors.ServerRefused as e:
             cause.add_note(f"and then it did not wake up: {e.message}")
             self._fail(e)
@@ -283,7 +292,7 @@ class Run:
                 bring = self.holdings.resume if self.holdings.down else self.holdings.room
                 report = await bring(self.traffic.hold_s, finder.worker)
             with order.step("wake"):
-                await self._woken()
+                await woken(self.server)
             if self.policy.probe and self.probe is not None:
                 with order.step("probe"):
                     await self.probe.check()
@@ -314,14 +323,6 @@ class Run:
         if self.holds:
             return f"its GPUs are held: {next(iter(self.holds.values()))}"
         return "whoever asked for it has left" if order.reason == "request" and not self.traffic.waiting else ""
-
-    async def _woken(self) -> None:
-        await self.server.wake()
-        until = time.monotonic() + HEALTHY_AGAIN_S
-        while not await self.server.healthy():
-            if time.monotonic() >= until:
-                raise errors.ServerRefused(f"the server was not healthy {HEALTHY_AGAIN_S:.0f} s after it was woken")
-            await asyncio.sleep(HEALTH_POLL_S)
 
     async def _told_if_dead(self) -> None:
         """Where a failure may be the child's death, wait for its keeper's word: that is the better reason to give."""
@@ -367,7 +368,7 @@ class Run:
             return
         while not await self.server.healthy():
             await asyncio.sleep(HEALTH_POLL_S)
-        rehearsal = Rehearsal(self.holdings, self.server, self.probe, self._woken, lambda: self.over)
+        rehearsal = Rehearsal(self.holdings, self.server, self.probe, lambda: self.over)
         wanted = self.policy.rehearse if self.find is None else False  # one that was adopted has been through it
         self._current = asyncio.create_task(rehearsal.hold(wanted, probes=self.policy.probe))
         await asyncio.wait({self._current})

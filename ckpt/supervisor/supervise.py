@@ -33,7 +33,7 @@ from gpuckpt.supervisor.control import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
 from gpuckpt.supervisor.gate import Gate, announce
 from gpuckpt.supervisor.lease import Lease
-from gpuckpt.supervisor.listening import listen, where
+from gpuckpt.supervisor.listening import check_free, listen, where
 from gpuckpt.supervisor.metrics import Metrics
 from gpuckpt.supervisor.mishaps import tell_safely
 from gpuckpt.supervisor.model import Policy, RunState, Server
@@ -150,6 +150,8 @@ class _Lives:
             child = await Child.adopt(adopted.connection, adopted.child)
             log.info("adopted pid %d as run %s", child.pid, options.name)
             return _Supervised(options, prepared, place, child, adopted)
+        if options.adapter == "url":
+            await check_free(options.upstream)
         lease = None
         if options.sharing.shares:
             room = _make_room_to_start(options, prepared, self.environ)

@@ -145,6 +145,9 @@ class Upstream:
     async def asleep(self) -> bool:
         return False
 
+    async def quiet(self, within_s: float) -> bool:  # noqa: ARG002
+        return True
+
     async def sleep(self) -> None:
         """The driver takes all of it."""
 
@@ -160,6 +163,9 @@ class Silent:
 
     async def asleep(self) -> bool:
         return False
+
+    async def quiet(self, within_s: float) -> bool:  # noqa: ARG002
+        return True
 
     async def sleep(self) -> None: ...
 

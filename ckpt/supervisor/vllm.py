@@ -79,7 +79,7 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
                 f"--{name} cannot be used behind the gate, which speaks HTTP for the server; nothing was started",
                 hint="leave it out and terminate TLS in front of the gate, or refuse the gate: --without gate",
             )
-    if "gate" not in without and options.has(ROOT_PATH, shortened=True):
+    if "gate" not in without and options.has(ROOT_PATH):
         raise errors.Usage(
             f"--{ROOT_PATH} cannot be used behind the gate: vLLM takes it off the paths that it is asked for, "
             "so what the gate turns away would be reached under another name; nothing was started",
@@ -88,14 +88,14 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
     if options.has("config"):
         warnings.append("--config is not read: host, port and API key that it sets are not known to the gate; give them as options")
     host, port = options.value("host") or "", _port(options.value("port"))
-    keys = (*options.values("api-key"), *filter(None, [environ.get(API_KEY, "")]))
+    keys = tuple(filter(None, options.values("api-key") or [environ.get(API_KEY, "")]))  # as vLLM: the option replaces the variable
 
     if "gate" not in without:
         words = options.without("host", "port")
         words += ["--uds", socket]
         if options.has("config"):
             words.append(f"--{ROOT_PATH}=")  # whatever the file says
-        changes["gate"] = f"--uds {socket}; the gate listens on {host or 'every address'}, port {port} instead"
+        changes["gate"] = f"--uds {socket}, in the place of --host and --port: these are the gate's"
     dev = environ.get(DEV_MODE, "")
     if dev not in ("", "1"):
         warnings.append(f"{DEV_MODE}={dev} was set by you and is kept: vLLM cannot be asked to sleep, the driver takes all of it")
@@ -115,7 +115,7 @@ def prepare(command: Sequence[str], environ: Mapping[str, str], socket: str, wit
     elif reduce is None and "custom-all-reduce" not in without:
         words.append("--disable-custom-all-reduce")
         changes["custom-all-reduce"] = "--disable-custom-all-reduce"
-    count = math.prod(_size(options, n) for n in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"))
+    count = math.prod(_size(options, n) for n in _SIZES)
     unknown = options.has("config") and count == 1  # the file may have several
     if count > 1 or unknown:
         _for_several_gpus(words, options, environ, (*without, "fusion") if unknown else without, added, changes, warnings)
@@ -154,7 +154,7 @@ def _for_several_gpus(
     if "agent" not in without and AGENT not in environ:
         added[AGENT] = "1"
         changes["agent"] = f"{AGENT}=1"
-    if "fusion" not in without and not any(options.has(n) for n in ("compilation-config", "cc")) and "-cc" not in words:
+    if "fusion" not in without and not options.has("compilation-config"):
         words += ["--compilation-config", FUSION_OFF]
         changes["fusion"] = f"--compilation-config {FUSION_OFF}"
     elif "fusion" not in without and "fuse_allreduce_rms" not in " ".join(words):
@@ -177,6 +177,18 @@ class Vllm:
             return False
         status, body = await self._upstream.call("GET", "/is_sleeping", within_s=ANSWER_S)
         return status == 200 and bool(json.loads(body)["is_sleeping"])
+
+    async def quiet(self, within_s: float) -> bool:
+        """By sleep level 0: no new work. One of level 1 that nobody waits for any more cannot be called off: it would take the memory away
+        from a server that has been woken since."""
+        try:
+            if self._sleeps:
+                await self._ask("/sleep?level=0&mode=wait", within_s)
+        except errors.ServerRefused as e:
+            if isinstance(e.__cause__, TimeoutError):
+                return False
+            raise
+        return True
 
     async def sleep(self) -> None:
         """Level 1: weights to host memory, cache dropped. To keep the cache, level 0: no new work, and the driver takes all of it.
@@ -206,22 +218,21 @@ class Vllm:
             raise errors.ServerRefused(f"vLLM's answer to the golden prompt is not understood: {type(e).__name__}: {e}") from e
         return found
 
-    async def _ask(self, path: str) -> None:
-        status, body = await self._upstream.call("POST", path, within_s=SLEEP_S)
+    async def _ask(self, path: str, within_s: float = SLEEP_S) -> None:
+        status, body = await self._upstream.call("POST", path, within_s=within_s)
         if status != 200:
             said = body[:200].decode(errors="replace")
             raise errors.ServerRefused(f"vLLM answered POST {path} with {status}: {said}", hint="see what the server logged")
 
 
 class _Options:
-    """The options in a command line, as vLLM reads them: ``--a-b X``, ``--a-b=X``, and with underscores."""
+    """The options in a command line, as vLLM reads them: ``--a-b X``, ``--a-b=X``, with underscores, and by their beginning alone."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._words = list(command)
 
-    def has(self, name: str, *, shortened: bool = False) -> bool:
-        """Whether it is there; *shortened*: also by its beginning, which vLLM takes for it."""
-        return any(n == name or (shortened and n and name.startswith(n)) for n, _, _ in self._found())
+    def has(self, name: str) -> bool:
+        return any(n == name for n, _, _ in self._found())
 
     def value(self, name: str) -> str | None:
         """Its last value, which is the one that counts."""
@@ -252,23 +263,37 @@ class _Options:
         found = []
         for at, word in enumerate(self._words):
             short, sign, value = word.partition("=")
+            short = short.partition(".")[0]  # --compilation-config.mode sets a part of it
             if short in _SHORT:
                 name = _SHORT[short]
             elif word.startswith("--") and word != "--":
-                name = short[2:]
+                name = _whole(short[2:].replace("_", "-"))
             else:
                 continue
             values = [value] if sign else []
             for following in self._words[at + 1 :] if not sign else ():
-                if following.startswith("--") or following in _SHORT:
+                if following.startswith("-"):
                     break
                 values.append(following)
-            found.append((name.replace("_", "-"), at, values))
+            found.append((name, at, values))
         return found
 
 
+#: Options by which a server has several GPUs.
+_SIZES = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "prefill-context-parallel-size")
 #: Short forms of vLLM's options that matter here.
-_SHORT = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"}
+_SHORT = {**dict(zip(("-tp", "-pp", "-dp", "-pcp"), _SIZES, strict=True)), "-cc": "compilation-config"}
+_FLAGS = ("enable-sleep-mode", "disable-custom-all-reduce")
+#: Whole names of all of them.
+_KNOWN = (
+    *("api-key", "compilation-config", "config", "headless", "host", "port", "ssl-certfile", "ssl-keyfile", "uds", ROOT_PATH),
+    *(*_SIZES, *_FLAGS, *(f"no-{name}" for name in _FLAGS)),
+)
+
+
+def _whole(name: str) -> str:
+    """The option that *name* stands for: vLLM takes its beginning for it, where no other one begins so."""
+    return next((known for known in _KNOWN if name and known.startswith(name)), name) if name not in _KNOWN else name
 
 
 def _size(options: _Options, name: str) -> int:
