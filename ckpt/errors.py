@@ -264,7 +264,7 @@ class HostMissing(Deadline):
 
 
 class StillServing(Deadline):
-    """Requests were still running when the time to drain had passed; the server was left awake."""
+    """Requests were still running when the time to drain had passed, or what their clients left; the server stays awake."""
 
     code = "still-serving"
 
@@ -284,7 +284,8 @@ class RunSilent(GpuckptError):
 
 
 class CannotListen(GpuckptError):
-    """A run cannot listen where its clients, its admin or its commands would come: its port is another's, or no address of ours."""
+    """A run cannot listen where its clients, its admin or its commands would come, or its command cannot: another does, or it is no address
+    of ours."""
 
     code = "cannot-listen"
 

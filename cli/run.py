@@ -14,7 +14,7 @@ import click
 
 from gpuckpt import errors
 from gpuckpt.cli import completing
-from gpuckpt.cli.common import FAILED, Duration, Size, Wrapper, execute, fail, finish, json_option, warn
+from gpuckpt.cli.common import FAILED, Duration, Size, Wrapper, execute, fail, finish, json_option
 from gpuckpt.cli.reserve import reserve_option, words_of
 from gpuckpt.model import ACCEPTABLE_HAZARDS, Report
 
@@ -279,9 +279,9 @@ def _supervise(prepared: vllm.Prepared, options: Options, place: Place, log_form
 
     logging.basicConfig(level=logging.INFO, handlers=[logs.handler(options.name, log_format)])
     logging.raiseExceptions = False  # a log that cannot be written is no reason for anything
-    for text in prepared.warnings:
-        warn(text)
     log = logging.getLogger("gpuckpt.run")
+    for text in prepared.warnings:
+        log.warning("%s", text)
     log.info("%s", TAKEN_FOR[options.adapter])
     for what in prepared.changes.values():
         log.info("changed: %s", what)

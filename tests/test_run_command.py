@@ -187,6 +187,7 @@ def test_the_dry_run_starts_nothing(machine: Machine) -> None:
     assert result.code == 0
     assert "VLLM_SERVER_DEV_MODE=1\nvllm serve Qwen/Qwen3-8B --uds " in result.stdout
     assert "name Qwen3-8B, adapter vllm, gate on " in result.stdout
+    assert result.stdout.endswith("the command is taken for vllm serve\n")
     assert ":8123" in result.stdout
     assert not runtime.exists()
     document = machine.gpuckpt("run", "--json", *words[1:], json=False, GPUCKPT_RUNTIME_DIR=str(runtime), GPUCKPT_PRELOAD="0").document
@@ -214,6 +215,10 @@ def test_the_preload_library(machine: Machine) -> None:
 
     assert environment() == {"LD_PRELOAD": str(preload.library())}
     assert environment("--without", "preload") == {}
+    said = machine.gpuckpt("run", "--dry-run", "--reserve", "1GiB", "--", "true", json=False, LD_PRELOAD="").stdout
+    assert "(leave out with --without preload)" in said
+    assert "--without reserve" not in said, "it is given, or not"
+    assert "the command is not taken for a server: no gate" in said
 
 
 @pytest.mark.parametrize("command", ["run", "exec", "lease"])
@@ -317,6 +322,15 @@ def test_where_nothing_can_be_made_that_is_said(tmp_path: Path, monkeypatch: pyt
 )
 def test_a_path_with_two_readings_is_none(path: str, read: str | None) -> None:
     assert paths.plain(path) == read
+
+
+def test_what_users_call_passes() -> None:
+    """The rest, dev endpoints of later versions too, does not."""
+    for path in ("/v1/completions", "/v2/rerank", "/generative_scoring", "/inference/v1/generate", "/", "/tokenize"):
+        assert paths.may_pass(path, hidden=True)
+    for path in ("/pause", "/scale_elastic_ep", "/server_info", "/start_profile", "/vx/sleep"):
+        assert not paths.may_pass(path, hidden=True)
+        assert paths.may_pass(path, hidden=False)
 
 
 class TestTraffic:

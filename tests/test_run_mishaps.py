@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from aiohttp.http_exceptions import BadHttpMessage
 
 from gpuckpt import errors
 from gpuckpt.model import Report
@@ -105,6 +107,16 @@ def test_an_operation_whose_process_cannot_be_started_has_begun_nothing(monkeypa
     with pytest.raises(errors.GpuckptError, match="Too many open files; nothing was begun") as e:
         asyncio.run(Worker().run("suspend", [1]))
     assert e.value.exit_code != 3
+
+
+def test_a_client_that_speaks_no_http_is_worth_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Case 24: reticlehq/reticle#319. Whoever looks for open ports would fill the log."""
+    error = BadHttpMessage("Missing\n 'Host'")
+    record = logging.LogRecord(
+        "aiohttp.server", logging.ERROR, "", 0, "Error handling request from %s", ("::1",), (BadHttpMessage, error, None)
+    )
+    logs.handler("m", "text").handle(record)
+    assert capsys.readouterr().err == "gpuckpt run m: Error handling request from ::1: 400, message: Missing 'Host'\n"
 
 
 def test_a_listener_without_descriptors_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from aiohttp.http import HttpProcessingError
+
 from gpuckpt.errors import GpuckptError
 from gpuckpt.image import paths
 from gpuckpt.model import Report
@@ -44,8 +46,18 @@ class JsonLines(logging.Formatter):
 def handler(name: str, kind: str) -> logging.Handler:
     """Writes to stderr what the run *name* logs, as *kind* ("text" or "json") says."""
     made = logging.StreamHandler(sys.stderr)
+    made.addFilter(_briefly)
     made.setFormatter(JsonLines(name) if kind == "json" else logging.Formatter(f"gpuckpt run {name}: %(message)s"))
     return made
+
+
+def _briefly(record: logging.LogRecord) -> bool:
+    """A client that does not speak HTTP as it should is worth a line: where our code was then says nothing."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
+        record.msg, record.args = f"{record.getMessage()}: %s", (" ".join(str(error).split()),)
+    return True
 
 
 def of_the_loop() -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:

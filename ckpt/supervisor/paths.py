@@ -12,8 +12,8 @@ from urllib.parse import unquote
 
 #: First parts of the paths that users of a vLLM server call.
 OPEN = frozenset(
-    "v1 v2 health ping metrics version load tokenize detokenize tokenizer_info pooling classify score rerank invocations inference "
-    "docs redoc openapi.json".split()
+    "v1 v2 health ping metrics version load tokenize detokenize tokenizer_info pooling classify score rerank generative_scoring "
+    "invocations inference docs redoc openapi.json".split()
 )
 #: POSTs that the API server answers by itself; SageMaker's POST /ping asks for its health.
 WITHOUT_GPU = frozenset(["/tokenize", "/detokenize", "/v1/messages/count_tokens", "/ping", "/health"])
