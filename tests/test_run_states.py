@@ -130,10 +130,13 @@ def test_kill_9_of_the_supervisor_of_a_kept_child(stage: Stage, state: str) -> N
 
 
 def test_kill_9_of_the_keeper_ends_the_run(stage: Stage) -> None:
-    run = stage.run().awake()
+    """And an engine, though that has a session of its own and no parent any more."""
+    run = bring_to(stage, "suspended")
+    run_tree(run)
     keeper = next(p for p in run.tree if Path(f"/proc/{p}/comm").read_text().strip() == "gpuckpt-keeper")
     os.kill(keeper, signal.SIGKILL)
     assert run.end() == 137
+    assert f"somebody killed the keeper of the command, pid {keeper}" in run.stderr
     run.nothing_left()
 
 

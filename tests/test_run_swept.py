@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from gpuckpt import errors
 from gpuckpt.inspect import processes
-from gpuckpt.supervisor import lease, places
+from gpuckpt.supervisor import lease, places, swept
 from gpuckpt.supervisor.upstream import Connector
 from tests.serving import Serving, Stage, alive, stage
 from tests.simulated_machine import eventually
@@ -109,6 +110,27 @@ def test_where_somebody_else_made_something_it_is_not_used(stage: Stage, tmp_pat
     attached.signal(signal.SIGTERM)
     assert attached.end().code == 0
     assert run.state == "suspended"
+
+
+def test_a_lock_that_cannot_be_written_now_can_be_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full for a while: what was begun then is in the way of nobody."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    hold = swept.Hold(tmp_path / "m.lock")
+    assert hold.take(0.0) is None
+    hold.write("who it is")
+    hold.path.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(swept, "_write", full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space left"):
+                hold.again()
+    hold.again()
+    assert hold.whole
+    assert hold.read() == "who it is"
+    hold.close()
 
 
 def test_a_server_is_reached_where_it_listens_now_or_listened_last(tmp_path: Path) -> None:

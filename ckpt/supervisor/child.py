@@ -26,13 +26,15 @@ EXIT_OWN_FAILURE, EXIT_CANNOT_RUN, EXIT_NOT_FOUND = 125, 126, 127
 
 
 class Child:
-    """One command. ``exited`` becomes its exit code (128+n for a signal) when the last process of its tree is gone."""
+    """One command. ``exited`` becomes its exit code (128+n for a signal) when the last process of its tree is gone; with ``keeper_killed``
+    what made a session of its own may be left, for nobody has it for a child."""
 
     def __init__(
         self, keeper_pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int, keeper: subprocess.Popen[bytes] | None
     ) -> None:
         self.keeper_pid, self._reader, self._writer, self._keeper = keeper_pid, reader, writer, keeper
         self.pid = pid
+        self.keeper_killed = False
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._listener = asyncio.create_task(self._listen())
 
@@ -127,6 +129,7 @@ class Child:
         finally:
             self._writer.close()
         code = 128 + signal.SIGKILL  # the keeper itself was killed, and the command with it
+        self.keeper_killed = not line
         if line:
             status = json.loads(line)["exited"]
             code = os.waitstatus_to_exitcode(status)

@@ -60,6 +60,12 @@ class Engines:
         for pid in list(self._followed):
             self._forget(pid)
 
+    def kill(self) -> None:
+        """End those that are followed: nobody else will."""
+        for one in self._followed.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)
+
     def _changed(self, state: RunState) -> None:
         if state is RunState.AWAKE:
             tree = {p.pid: p for p in self._run.child.tree()}

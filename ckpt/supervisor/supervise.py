@@ -264,6 +264,9 @@ class _Supervised:
             await self.child.exited
             return EXIT_OWN_FAILURE
         code = self.child.exited.result()
+        if self.child.keeper_killed:
+            log.error("somebody killed the keeper of the command, pid %d, which ends the command too", self.child.keeper_pid)
+            self.engines.kill()
         if self.run.killed_for is not None:
             code = 128 + self.run.killed_for
         log.info("the command ended with %d", code)

@@ -142,10 +142,10 @@ class Hold:
         fd = self._open()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write(fd, os.pread(self.fds[-1], _FACTS_BYTES, 0))
         except OSError:
             os.close(fd)
             raise
-        _write(fd, os.pread(self.fds[-1], _FACTS_BYTES, 0))
         for old in self.fds[1:]:
             os.close(old)
         self.fds[1:] = [fd]
