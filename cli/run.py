@@ -264,11 +264,11 @@ def _refuse_without_gate(kind: str, **given: object) -> None:
     """Raise for an option that goes by requests where none come by us: it would be suspended at work, and nothing would bring it back."""
     option = next((f"--{o.replace('_', '-')}" for o, value in given.items() if value is not None), "")
     if option:
-        why = "its gate was left out (--without gate)" if kind == "vllm" else "the command is not taken for a server"
-        raise errors.Usage(
-            f"{option} goes by the requests that come, and here none would come by gpuckpt: {why}; nothing was started",
-            hint="--adapter vllm, if it is a vllm serve; --upstream URL for another server; or gpuckpt suspend NAME by hand",
-        )
+        why, otherwise = "the command is not taken for a server", "--adapter vllm, if it is a vllm serve; --upstream URL for another server"
+        if kind == "vllm":
+            why, otherwise = "its gate was left out", "leave --without gate out"
+        words = f"{option} goes by the requests that come, and here none would come by gpuckpt: {why}; nothing was started"
+        raise errors.Usage(words, hint=f"{otherwise}; or gpuckpt suspend NAME by hand")
 
 
 def _supervise(prepared: vllm.Prepared, options: Options, place: Place, log_format: str) -> int:
