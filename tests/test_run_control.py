@@ -66,6 +66,8 @@ def test_two_runs_of_one_name(plain: Serving) -> None:
     second = plain.stage.run()
     assert second.end() == 125
     assert "already called 'm'" in second.stderr
+    for command in ("suspend", "stop"):
+        assert "the runs of yours are m" in plain.stage.gpuckpt(command, "none").error["hint"]
     assert plain.complete(id=1).status == 200
 
 

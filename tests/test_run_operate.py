@@ -60,6 +60,22 @@ def test_a_worker_can_be_asked_again(machine: Machine, monkeypatch: pytest.Monke
     assert first == second != []
 
 
+def test_a_deadline_that_was_asked_for_is_waited_for(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUCKPT_SIMULATE", str(machine.world.path))
+    monkeypatch.setattr(operate, "LIMIT_S", 0.0)
+
+    async def body(timeout_s: float | None) -> Any:
+        worker = Worker()
+        try:
+            return (await worker.run("gpus", timeout_s=timeout_s)).details["gpus"]
+        finally:
+            await worker.finish()
+
+    assert asyncio.run(body(20.0)) != []
+    with pytest.raises(errors.InFlight, match="within 0 s"):
+        asyncio.run(body(None))
+
+
 def test_one_that_stood_ready_and_died_has_begun_nothing(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its death may not be known yet when it gets its order: another one carries it out."""
     monkeypatch.setenv("GPUCKPT_SIMULATE", str(machine.world.path))
