@@ -75,10 +75,12 @@ def ask(
             ) from None
         except OSError as e:
             left, child = places.orphan(name), places.child_of(name)
-            words = f"the run {name!r} has ended: its gpuckpt run is gone, and so is what it had started ({e.strerror or e})"
+            words = f"the run {name!r} has ended: its gpuckpt run is gone, and so is the command that it had started ({e.strerror or e})"
             raise errors.Usage(
                 left or words,
-                hint=f"gpuckpt resume {child}, gpuckpt suspend {child} or kill {child}" if left else "start it again by gpuckpt run",
+                hint=f"gpuckpt resume {child}, gpuckpt suspend {child} or kill {child}"
+                if left
+                else "start it again by gpuckpt run; gpuckpt ps tells what is still on the GPUs",
             ) from None
     if not data:
         raise errors.RunNotReady(f"the run {name!r} ended before it answered", hint="see what it logged")

@@ -48,8 +48,9 @@ GO_BACK_S = 20.0
 _NOT_BEGUN = (errors.Interrupted, errors.Leased)  # a resume that was given up before it touched anything
 #: A process that closed its connections because it dies is gone within this time, in seconds.
 DYING_S = 0.1
-#: How long a server may take at least to end what no client waits for any more, in seconds: one whose client has left ends at once.
-FINISH_S = 1.0
+#: How long a server may take at least to end what no client waits for any more, in seconds. That of a client that has left ends at once,
+#: but vLLM's data-parallel engines agree only each 32 steps that they are done.
+FINISH_S = 3.0
 
 
 class Run:
