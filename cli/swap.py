@@ -12,6 +12,7 @@ import click
 from gpuckpt import errors
 from gpuckpt.cli import completing
 from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids
+from gpuckpt.inspect import processes
 from gpuckpt.model import Report
 
 
@@ -35,6 +36,7 @@ def swap(out: str, in_: str, timeout_s: float, as_json: bool) -> None:
         if out == in_:
             raise errors.Usage("OUT and IN are the same")
         begun = time.monotonic()
+        _find(in_, timeout_s)  # before OUT, which is at work, is moved for nothing
         with _away(out, timeout_s) as come_back:
             try:
                 report = _resume(in_, timeout_s)
@@ -49,6 +51,14 @@ def swap(out: str, in_: str, timeout_s: float, as_json: bool) -> None:
         return Report("swap", True, simulated, report.processes, time.monotonic() - begun, report.steps, details=details)
 
     execute("swap", as_json, body, lambda r: click.echo(f"{out} is suspended, {in_} is awake: {r.seconds:.1f} s"))
+
+
+def _find(target: str, timeout_s: float) -> None:
+    """Raise where there is no such run, or process."""
+    if is_run([target]):
+        ask_run(target, "status", timeout_s=timeout_s)
+    elif processes.read(pid := pids([target])[0]) is None:
+        raise errors.NoSuchProcess(f"there is no process {pid}; nothing was touched", hint="gpuckpt ps", pid=pid)
 
 
 @contextlib.contextmanager

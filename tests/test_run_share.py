@@ -154,9 +154,17 @@ def test_swap(couple: tuple[Serving, Serving]) -> None:
     assert (result.document["out"], result.document["in"]) == ("b", "a")
     other = a.stage.machine.target("--gib", "20")
     assert a.stage.gpuckpt("suspend", other.pid).code == 0
-    result = a.stage.gpuckpt("swap", "a", "no-such")
-    assert (result.code, result.error["code"]) == (2, "usage")
+    slept = len(a.notes("sleep"))
+    for nobody, code in (("no-such", 2), ("4194305", 4)):
+        assert a.stage.gpuckpt("swap", "a", nobody).code == code
+    assert len(a.notes("sleep")) == slept, "nothing is moved for somebody who is not there"
+    other.stop()
+    result = a.stage.gpuckpt("swap", "a", str(other.pid), json=False)
+    assert result.code == 6
+    assert "a is awake again" in result.stderr
+    assert len(a.notes("sleep")) == slept + 1
     assert a.facts["state"] == "awake", "where IN fails OUT comes back"
+    other.signal(signal.SIGCONT)
     filler = a.stage.machine.target("--gib", "25")
     result = a.stage.gpuckpt("swap", "b", str(other.pid), json=False)
     assert result.code == 6
