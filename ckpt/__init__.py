@@ -104,7 +104,7 @@ def suspend(
     gpuckpt.errors.GpuckptError
         With ``exit_code`` 3: the report names each process that is not as it was found.
     """
-    from gpuckpt import asked
+    from gpuckpt import asked, early
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
     from gpuckpt.preview import Preview
@@ -114,7 +114,7 @@ def suspend(
     hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
     hosts.check(dry_run=dry_run)
     with (
-        LocalWorld() as world,
+        LocalWorld(start=early.begin(timeout_s=timeout_s)) as world,
         world.interruptible(restore=True),
         hosts.barrier(world, "suspend", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
     ):
@@ -152,7 +152,7 @@ def resume(
     gpuckpt.errors.Lost
         The driver could not restore a process; the report says which.
     """
-    from gpuckpt import asked
+    from gpuckpt import asked, early
     from gpuckpt.local import LocalWorld
     from gpuckpt.operation import Operation
     from gpuckpt.preview import Preview
@@ -162,7 +162,7 @@ def resume(
     hosts = Choice(rendezvous, nodes, node_rank, rendezvous_key)
     hosts.check(dry_run=dry_run)
     with (
-        LocalWorld(command="resume") as world,
+        LocalWorld(command="resume", start=early.begin(timeout_s=timeout_s)) as world,
         world.interruptible(restore=True),
         hosts.barrier(world, "resume", timeout_s, me=world.me, boot_id=world.journal.boot_id) as barrier,
     ):
@@ -194,12 +194,12 @@ def is_suspended(pid: int) -> bool:
 
 def recover(*, timeout_s: float | None = None) -> list[Report]:
     """Finish or undo every operation that a crash left in the middle; one report for each, with ``error`` set where that failed."""
-    from gpuckpt import asked, keeping
+    from gpuckpt import asked, early, keeping
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
 
     asked.check("recover", timeout_s=timeout_s)
-    with LocalWorld() as world, world.interruptible(restore=True):
+    with LocalWorld(start=early.begin(timeout_s=timeout_s)) as world, world.interruptible(restore=True):
         world.void()
         keeping.sweep(world.journal.records())
         return recover_all(world, timeout_s=timeout_s)

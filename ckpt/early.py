@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuckpt.driver.caller import Callers
+from gpuckpt.driver.patient import ANSWER_S, Patient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from gpuckpt.driver.api import Devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +18,20 @@ class Start:
     """A helper that loads the driver's bindings, and GPUs that are being looked for."""
 
     callers: Callers
-    devices: Devices
+    devices: Patient
 
 
-def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False) -> Devices:
+def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False, timeout_s: float | None = None) -> Patient:
     """The GPUs: simulated ones in the directory that ``GPUCKPT_SIMULATE`` names, else NVML's, which is loaded at the first question,
-    or from now on (*warm*)."""
+    or from now on (*warm*). An answer may take up to *timeout_s*, at most ``ANSWER_S``."""
+    within_s = min(ANSWER_S, timeout_s or ANSWER_S)
     if directory := environ.get("GPUCKPT_SIMULATE"):
         from gpuckpt.driver.simulated import SimulatedDevices
 
-        return SimulatedDevices(directory)
+        return Patient(SimulatedDevices(directory), within_s)
     from gpuckpt.driver.nvml import NvmlDevices
 
-    return NvmlDevices(warm=warm)
+    return Patient(NvmlDevices(warm=warm), within_s)
 
 
 def callers(environ: Mapping[str, str] = os.environ) -> Callers:
@@ -42,7 +42,7 @@ def callers(environ: Mapping[str, str] = os.environ) -> Callers:
     return made
 
 
-def begin(environ: Mapping[str, str] = os.environ) -> Start:
-    """Returns at once. What fails does so again, in words, when it is asked for."""
+def begin(environ: Mapping[str, str] = os.environ, *, timeout_s: float | None = None) -> Start:
+    """Returns at once. What fails does so again, in words, when it is asked for. *timeout_s*: of the command."""
     made = callers(environ)  # first of all: it can be forked only while there is one thread and no NVML
-    return Start(made, devices(environ, warm=True))
+    return Start(made, devices(environ, warm=True, timeout_s=timeout_s))

@@ -45,13 +45,14 @@ class LocalWorld:
         self.simulated = bool(directory)
         start = start or early.begin(environ)
         self.callers, self.devices = start.callers, start.devices
+        self._signals: list[int] = []
+        self.devices.signals = self._signals
         self.agents = Agents()
         self._said: dict[ProcessId, Hello | None] = {}  # by the agents that have been asked: once an inspection
         self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
         me = processes.read(os.getpid())
         self.me = me.id if me else ProcessId(os.getpid(), 0)
         self.user = f"{processes.user_name(os.geteuid())} (uid {os.geteuid()})"
-        self._signals: list[int] = []
         self._wake, self._wakened = socket.socketpair()
         self.root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
 

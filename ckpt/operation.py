@@ -143,9 +143,12 @@ class Operation(Reporting):
                 required=True, status=Status.RESUMING, onto=tuple(sorted({gpu_map[g.uuid] for g in record.gpus if g.uuid in gpu_map}))
             )
             self.world.journal.remove(*self.record.replaces)
-            if short := room.shortages(self, room.need(self, gpu_map), gpu_map):  # somebody was quicker than our disk
+            try:
+                if short := room.shortages(self, room.need(self, gpu_map), gpu_map):  # somebody was quicker than our disk
+                    raise room.no_room(self, short[0])
+            except GpuckptError:
                 self.save(status=Status.SUSPENDED)
-                raise room.no_room(self, short[0])
+                raise
             return self._walk_on(dict.fromkeys(self.record.found, State.RUNNING), gpu_map)
 
     def recover(self, record: Record) -> Report | None:
@@ -321,8 +324,6 @@ class Operation(Reporting):
             failures = self.walk(goal)
             self.agree(END, failures)
         except GpuckptError as e:  # what is left of the way back waits for the other hosts
-            if not self.barrier.several:
-                raise
             self.look()
             self._end(e if e.exit_code == 3 else self._not_as_found(e), self.record.found)
         worse = self._worst([f for f in failures if self.now[f.process] is not State.GONE])

@@ -81,14 +81,14 @@ class Reporting(Group):
 
     def _report(self, *, ok: bool, error: GpuckptError | None = None) -> Report:
         assert self.record is not None
-        held = self.world.held()
+        held = self._held()
         rows, retained = [], dict(self.record.retained)
         for m in self.record.members:
             state = self.now.get(m.id, State.GONE)
             checkpointed, down = state is State.CHECKPOINTED, self.is_down(m.id) and self.record.status is Status.SUSPENDED
             called = "lost" if m.lost and state is not State.GONE else HELD if m.along and down else word(state, by_pool=down)
-            here = held.get(m.id.pid, {}) if state is not State.GONE else {}
-            gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0) for g in m.gpus}
+            here = (held or {}).get(m.id.pid, {}) if state is not State.GONE else {}
+            gpus = {g.uuid: GpuReport(g.uuid, g.nbytes, 0 if held is not None or state is State.GONE else None) for g in m.gpus}
             for uuid, nbytes in here.items():
                 before = nbytes if m.along else gpus[uuid].bytes_before if uuid in gpus else 0
                 gpus[uuid] = GpuReport(uuid, before, nbytes)
@@ -105,6 +105,14 @@ class Reporting(Group):
         if self.record.membership:
             details["_back"] = self.record.membership.resume_command(rows[0].pid)
         return self.report(rows, ok=ok, error=error.as_dict() if error else None, details=details)
+
+    def _held(self) -> Mapping[int, Mapping[str, int | None]] | None:
+        """None where NVML does not tell: how the processes were left is told all the same."""
+        try:
+            return self.world.held()
+        except GpuckptError as e:
+            self.warnings.append(f"what is on the GPUs now is not known: {e.message}")
+            return None
 
     def _close(self, outcome: str, **more: Any) -> None:
         self.audit([p.pid for p in self.now], outcome, states={str(p): s for p, s in self.now.items()}, **more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,7 +173,7 @@ class Walk:
         begun = world.now()
         calls: dict[ProcessId, Pending] = {}
         not_made: list[Failure] = []
-        initialise = phase.call is Call.RESTORE and not all(g.persistence for g in world.gpus())
+        initialise = phase.call is Call.RESTORE and not self._persistent()
         # asked for now: an agent that is at work has no time for it
         known = self._ranks() if phase.call in (Call.COMMS, Call.COMMS_RESUME) else ()
         if phase.call in plan.AGENT_CALLS:
@@ -216,6 +216,13 @@ class Walk:
         # those that were not ready are why the others are not done, and those that ended are why others wait, or do not come
         order = sorted(calls, key=lambda p: (results[p] == "agent:DROPPED", not results[p], results[p] == "agent:NOT_READY"))
         return not_made + [f for process in order if (f := self._result(phase.call, process, calls[process], limit, gpu_map))]
+
+    def _persistent(self) -> bool:
+        """Whether the GPUs are known to need no ``cuInit`` before a restore. One that is not needed costs a moment."""
+        try:
+            return all(g.persistence for g in self.world.gpus())
+        except GpuckptError:
+            return False
 
     def _ranks(self) -> tuple[Rank, ...]:
         """What the members that live have in communicators; nothing where not all of them can say."""
@@ -352,8 +359,9 @@ class Walk:
         if self._watch and self.record is not None and not message:
             on = {g.uuid for m in self.record.members for g in m.gpus}
             start = self.nbytes
-            used, others = self.usage()
-            now = sum(max(0, used.get(u, 0) - others.get(u, 0)) for u in on)
+            with suppress(GpuckptError):  # a bar without its figure, and no more: calls are under way
+                used, others = self.usage()
+                now = sum(max(0, used.get(u, 0) - others.get(u, 0)) for u in on)
         self._tell(Progress(str(step), message, now, start))
 
     @contextmanager

@@ -26,7 +26,7 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
     from gpuckpt import early, errors, keeping
     from gpuckpt.journal import void_words
 
-    start = early.begin()
+    start = early.begin(timeout_s=timeout_s)
     from gpuckpt.local import LocalWorld
     from gpuckpt.recovery import recover_all
     from gpuckpt.supervisor import places

@@ -67,7 +67,7 @@ def resume(
             return ask_run(targets[0], "resume", timeout_s=timeout_s, quiet=as_json)
         from gpuckpt import early
 
-        start = early.begin()
+        start = early.begin(timeout_s=timeout_s)
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
         from gpuckpt.preview import Preview

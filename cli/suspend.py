@@ -104,7 +104,7 @@ def suspend(
             return ask_run(targets[0], "suspend", timeout_s=timeout_s, quiet=as_json)
         from gpuckpt import early
 
-        start = early.begin()
+        start = early.begin(timeout_s=timeout_s)
         from gpuckpt.local import LocalWorld
         from gpuckpt.operation import Operation
         from gpuckpt.preview import Preview

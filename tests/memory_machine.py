@@ -150,6 +150,7 @@ class Machine:
     files: dict[int, str] = field(default_factory=dict)  # pid -> the operation that wrote its image, whole, to disk
     dropped: set[int] = field(default_factory=set)  # whose image is not in memory
     journal_full: bool = False
+    blind: bool = False  # NVML answers nothing but errors
     host_short: bool = False  # the image of whoever would be suspended does not fit into host memory
     takers: int = 0
     grabbed: set[str] = field(default_factory=set)  # GPUs that somebody filled after the last look at them
@@ -349,7 +350,7 @@ class Machine:
         for uuid, gpu in self.rules.gpus.items():
             self.free(uuid)
             gpu.memory_query = "ok"
-        self.journal_full = self.host_short = False
+        self.journal_full = self.host_short = self.blind = False
         self.run(math.inf)
 
     def state(self, pid: int) -> State:

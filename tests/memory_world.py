@@ -125,6 +125,7 @@ class MemoryWorld:
                 raise errors.NoSuchProcess(f"there is no process {pid}", pid=pid)
         wanted = {machine.groups[t] for t in targets}
         members = [p for p, g in sorted(machine.groups.items()) if p in along or (g in wanted if tree else p in targets)]
+        self._look()
         states = self._states([ProcessId(p, 1) for p in members])
         held = self._held()
         found = [
@@ -173,10 +174,12 @@ class MemoryWorld:
 
     def gpus(self) -> tuple[Gpu, ...]:
         self.point("gpus")
+        self._look()
         return self._gpus()
 
     def held(self) -> dict[int, dict[str, int | None]]:
         self.point("held")
+        self._look()
         return self._held()
 
     def image_bytes(self, process: ProcessId) -> int:
@@ -299,6 +302,10 @@ class MemoryWorld:
         return claim
 
     # The machine as this controller sees it.
+
+    def _look(self) -> None:
+        if self.machine.blind:
+            raise errors.DriverError("NVML does not tell")
 
     def _states(self, processes: list[ProcessId]) -> dict[ProcessId, State]:
         machine = self.machine

@@ -44,8 +44,9 @@ class Event:
     """*what* happens *after_s* seconds after the *point* of its command, to process or GPU number *which*.
 
     To the controller: crash, interrupt, kill-all (its callers are killed with it). To a process: die, stop, cont, kill-callers,
-    born (a new one in its group). To a GPU: take, free, query-fails, query-works. To the journal: full, writable. And whole
-    commands of another controller, on a process: suspend, resume, recover; with a *crash_at* they are killed at that point.
+    born (a new one in its group). To a GPU: take, free, query-fails, query-works. To all of them: blind, seen (NVML fails, and works
+    again). To the journal: full, writable. And whole commands of another controller, on a process: suspend, resume, recover; with a
+    *crash_at* they are killed at that point.
     """
 
     point: int
@@ -204,6 +205,8 @@ class Player:
                 machine.free(uuid)
             case "query-fails" | "query-works":
                 machine.rules.gpus[uuid].memory_query = "fails" if event.what == "query-fails" else "ok"
+            case "blind" | "seen":
+                machine.blind = event.what == "blind"
             case "full" | "writable":
                 machine.journal_full = event.what == "full"
             case "suspend" | "resume" | "recover":
@@ -269,7 +272,7 @@ def processes() -> st.SearchStrategy[tuple[Proc, ...]]:
 def events() -> st.SearchStrategy[tuple[Event, ...]]:
     what = st.sampled_from(
         "crash crash kill-all interrupt interrupt die stop cont kill-callers kill-callers born take free query-fails query-works "
-        "full writable suspend resume recover".split()
+        "blind seen full writable suspend resume recover".split()
     )
     one = st.builds(Event, st.integers(0, 60), what, st.integers(0, 3), SECONDS, st.none() | st.integers(0, 50))
     return st.lists(one, max_size=4).map(tuple)

@@ -293,6 +293,22 @@ def test_stopped_at_every_point(found: State) -> None:
         check(Schedule((Proc(found=found),), (dataclasses.replace(step, events=(Event(point, "stop"),)),)))
 
 
+@pytest.mark.parametrize("seen_s", [None, 0.0, 0.5])
+@pytest.mark.parametrize("processes", [PAIR, (Proc(agent=True, pool_gib=2), Proc(gpus=(1,), agent=True))], ids=["driver", "agents"])
+def test_nvml_fails_at_every_point(processes: tuple[Proc, ...], seen_s: float | None) -> None:
+    """From then on, or for a while: in a suspend, in one that goes back, in a resume, in a recovery."""
+    fails = Step("suspend", faults=(Fault(10 if processes[0].agent else 3, result="UNKNOWN"),))
+    cut = Step("suspend", events=(Event(25, "crash"),))
+    for steps in ((Step("suspend"),), (fails,), (Step("suspend"), Step("resume")), (cut, Step("recover"))):
+        player = Player.of(Schedule(processes, ()))
+        points = [player.play(step).points for step in steps][-1]
+        assert points > 10
+        for point in range(points):
+            again = () if seen_s is None else (Event(point + (seen_s == 0), "seen", after_s=seen_s),)
+            last = dataclasses.replace(steps[-1], events=(*steps[-1].events, Event(point, "blind"), *again))
+            check(Schedule(processes, (*steps[:-1], last)))
+
+
 def run(count: int, commands: str, longest: int, who: SearchStrategy[tuple[Proc, ...]] | None = None) -> None:
     """Check *count* random schedules. A failing one is printed with what reproduces it."""
     ran = 0
