@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpuckpt.driver.caller import Callers
-from gpuckpt.driver.patient import ANSWER_S, Patient
+from gpuckpt.driver.patient import ANSWER_S, LEAST_S, Patient
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,8 +23,8 @@ class Start:
 
 def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False, timeout_s: float | None = None) -> Patient:
     """The GPUs: simulated ones in the directory that ``GPUCKPT_SIMULATE`` names, else NVML's, which is loaded at the first question,
-    or from now on (*warm*). An answer may take up to *timeout_s*, at most ``ANSWER_S``."""
-    within_s = min(ANSWER_S, timeout_s or ANSWER_S)
+    or from now on (*warm*). An answer may take *timeout_s*, ``LEAST_S`` to ``ANSWER_S``."""
+    within_s = min(ANSWER_S, max(LEAST_S, timeout_s or ANSWER_S))
     if directory := environ.get("GPUCKPT_SIMULATE"):
         from gpuckpt.driver.simulated import SimulatedDevices
 

@@ -251,8 +251,8 @@ class Group(Walk):
                         hint=f"end it: kill {p.pid}",
                         pid=p.pid,
                     )
-                elif p.state is not State.RUNNING:
-                    self.refuse(inventory)
+                elif p.state is not State.RUNNING:  # the other hazards are a suspend's
+                    self.refuse(dataclasses.replace(inventory, hazards=tuple(h for h in inventory.hazards if h.kind == "stopped")))
             known += [r for r in records if r not in known and any(m.id in found for m in r.members)]
         members = {**found, **{m.id: m for r in known for m in r.members}}
         if not members:

@@ -210,18 +210,19 @@ class LocalWorld:
 
     def cuda_processes(self, pids: Iterable[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]]) -> dict[int, GpuProcess]:
         """Those of *pids* that hold a CUDA context or are checkpointed, as the driver and NVML describe them."""
-        wanted = [p for p in pids if p in procs and p != self.me.pid]
+        if not (wanted := [p for p in pids if p in procs and p != self.me.pid]):
+            return {}
         # What /proc does not show of a process is not known to be nothing.
         headless = {p for p in wanted if procs[p].headless}
         listed = {p for p in wanted if p in held} if host.pid_namespace_is_host(self.root) else set()
         loaded = self.devices.loaded(wanted) | headless | listed
-        contexts = self.devices.contexts(list(loaded)) | headless
-        asked = [procs[p].id for p in loaded]
-        states = self.states(asked)
+        states = self.states(procs[p].id for p in loaded)
+        # After the states: a call that ended while these were asked for has moved memory.
+        contexts, held = self.devices.contexts(list(loaded)) | headless, self.devices.processes()
         journalled = {m.id for r in self.journal.records() for m in r.members}
         found = {}
-        for id_ in asked:
-            state, pid = states[id_], id_.pid
+        for id_, state in states.items():
+            pid = id_.pid
             if state in (State.NONE, State.GONE) or (state in (State.RUNNING, State.DENIED) and pid not in contexts):
                 continue
             if state is State.BLOCKED and pid not in contexts and id_ not in journalled:

@@ -236,7 +236,7 @@ class Operation(Reporting):
             Status.SUSPENDING,
             tuple(members),
             tuple(g for uuid, g in gpus.items() if uuid in on),
-            retained=total_retained(r.retained for r in older),
+            retained=total_retained(r.retained for r in older if any(now.get(m.id) is State.CHECKPOINTED for m in r.members)),
             by=self.world.user,
             controller=self.world.me,
             replaces=tuple(i for r in older for i in (*r.replaces, r.id)),

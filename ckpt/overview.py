@@ -65,9 +65,9 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
 
     wanted = set(procs) if not targets else _reach(targets, procs, records, world.root)
     loaded = world.devices.loaded([p for p in wanted if p in procs and p != world.me.pid])
-    contexts = world.devices.contexts(list(loaded))
     busy = {p.id for pid, p in procs.items() if (pid in loaded or p.id in members) and claims.taken(f"/proc/{pid}")}
     states = world.states(procs[p].id for p in loaded if procs[p].id not in busy)
+    contexts = world.devices.contexts(list(loaded))  # after the states: a call that ended while these were asked for has moved memory
 
     rows = []
     for pid in sorted(loaded):

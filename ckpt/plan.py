@@ -249,7 +249,7 @@ def full_gpu_map(wanted: Mapping[str, str], gpus: Iterable[Gpu]) -> dict[str, st
     uuids = [g.uuid for g in gpus if not g.lost]
     for uuid in {*wanted, *wanted.values()}:
         if uuid not in uuids:
-            raise ValueError(f"there is no GPU {uuid} on this machine")
+            raise ValueError(f"no GPU of this machine has the UUID {uuid}")
     if len(set(wanted.values())) != len(wanted):
         raise ValueError("two GPUs cannot be restored onto one")
     moved = {old: new for old, new in wanted.items() if old != new}

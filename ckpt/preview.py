@@ -42,10 +42,12 @@ class Preview(Group):
         already = len(down) == len(now) and not self.left_in_the_middle(inventory)
         moving = [p for p in inventory.processes if not p.along and keep_in != keeping.RAM]
         try:
+            self.refuse_the_lost(inventory)
             if already:
                 method.refuse_on_top(self, inventory, keep_in)
                 moving = keeping.movable(self, keep_in, inventory.processes)
             else:
+                self.part_in(now)
                 self.refuse(inventory)
                 method.refuse(self, inventory, keep_in)
             if moving:
@@ -91,7 +93,16 @@ class Preview(Group):
         self.look()
         gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
         need = room.need(self, gpu_map)
-        short = room.shortages(self, need, gpu_map)
+        try:
+            self.part_in(record.found)
+            self.give_up_the_bereft()
+            self.refuse_unanswered()
+            if short := room.shortages(self, need, gpu_map):
+                raise room.no_room(self, short[0])
+            refused = None
+        except GpuckptError as e:
+            refused = e.as_dict()
+        record = self.record
         held = self.world.held()
         kept = {
             m.id: keeping.Kept.of(self, m.id, m, self.world.image_bytes(m.id)) if self.now[m.id] is State.CHECKPOINTED else keeping.NOWHERE
@@ -115,7 +126,7 @@ class Preview(Group):
         return self._previewed(
             [*from_disk, *plan.phases(self.now, dict.fromkeys(record.found, State.RUNNING), self.agents, self.movable)],
             rows,
-            refused=room.no_room(self, short[0]).as_dict() if short else None,
+            refused=refused,
             gpu_bytes_needed=need,
             gpu_bytes_free={g.uuid: g.free_bytes for g in self.world.gpus()},
             gpu_map=gpu_map,

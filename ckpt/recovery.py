@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from gpuckpt import errors, plan
 from gpuckpt.errors import GpuckptError
@@ -11,11 +11,14 @@ from gpuckpt.journal import Record
 from gpuckpt.model import Call, ProcessId, Report, State, Status
 from gpuckpt.operation import Operation
 from gpuckpt.walk import Progress
+from gpuckpt.words import word
 from gpuckpt.world import World
 
 _POLL_S = 0.1
 #: How long an unlock may take, and how exact the time is at which a process was started, in seconds.
 _UNLOCK_S, _TICK_S = 10.0, 0.01
+#: What is left for a record when those before it have taken all the time, in seconds: what needs no waiting is done all the same.
+_LEAST_S = 0.05
 _AGAIN = Report("recover", False, False)
 
 
@@ -27,7 +30,8 @@ def unfinished(world: World) -> list[Record]:
     for record in records:
         alive = [m for m in record.members if states[m.id] is not State.GONE]
         along = {m.id for m in record.members if m.along}
-        whole = record.status is Status.SUSPENDED and all(states[m.id] is plan.bottom(m.id, along, record.down) or m.lost for m in alive)
+        down = [states[m.id] is plan.bottom(m.id, along, record.down) or m.lost or _unasked(world, m.id, states) for m in alive]
+        whole = record.status is Status.SUSPENDED and all(down)
         whole = whole and any(not m.along or m.lost for m in alive)
         marked = any(m.waiting for m in record.members)
         if not whole or marked:
@@ -35,12 +39,19 @@ def unfinished(world: World) -> list[Record]:
     return found
 
 
+def _unasked(world: World, process: ProcessId, states: Mapping[ProcessId, State]) -> bool:
+    """Whether *process* is stopped, and so as the journal says: it cannot have come back by itself, and to ask would hang."""
+    return states[process] is State.BLOCKED and bool(world.halted(process))
+
+
 def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[[Progress], None] | None = None) -> list[Report]:
-    """One report for each unfinished operation. ``details["recovered"]`` says what was done in words."""
-    reports = []
+    """One report for each unfinished operation; all of them together are waited for up to *timeout_s*. ``details["recovered"]`` says what
+    was done in words."""
+    reports, begun = [], world.now()
     for record in unfinished(world):
         mistaken: list[str] = []
-        operation = Operation(world, "recover", timeout_s=timeout_s, tell=tell)
+        left_s = None if timeout_s is None else max(_LEAST_S, timeout_s - (world.now() - begun))
+        operation = Operation(world, "recover", timeout_s=left_s, tell=tell)
         operation.deadline.set(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
         try:
             mistaken = strangers(world, record)
@@ -134,7 +145,7 @@ def words(record: Record, operation: Operation, ok: bool) -> str:
     if states and all(s is State.GONE for s in states.values()):
         return f"{who}: ended; the entry was removed"
     if record.status is Status.SUSPENDED:
-        return f"{who}: {', '.join(sorted({str(s) for s in states.values()}))}"
+        return f"{who}: {', '.join(sorted({word(s) for s in states.values()}))}"
     if operation.record and (lost := [str(m.id) for m in operation.record.members if m.lost and states.get(m.id) is not State.GONE]):
         return f"{who}: pid {', '.join(lost)} is lost, and stays where it is"
     verb = {Status.SUSPENDING: "suspend", Status.UNDOING: "suspend", Status.RESUMING: "resume"}[record.status]

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from gpuckpt.model import Call, State
+from gpuckpt.driver.caller import Callers
+from gpuckpt.driver.simulated import SimulatedDriver
+from gpuckpt.local import LocalWorld
+from gpuckpt.model import GIB, Call, GpuBytes, State
+from gpuckpt.overview import overview
 from tests.simulated_machine import eventually
 
 if TYPE_CHECKING:
@@ -213,3 +217,36 @@ def test_a_restore_that_was_left_onto_another_card(machine2: Machine) -> None:
     moved.kill()
     assert machine2.gpuckpt("resume", other.pid).code == 0
     assert other.unharmed()
+
+
+@pytest.mark.parametrize("under_way", [Call.CHECKPOINT, Call.RESTORE])
+def test_a_call_of_another_that_ends_while_the_state_is_asked_for(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, under_way: Call
+) -> None:
+    """GetState waits for the end of a call, and what had been on the GPU before is of another state: it would count as memory that stayed
+    there, or the process as one without CUDA."""
+    target = machine.target("--gib", "2")
+    driver = SimulatedDriver(machine.world.path)
+    driver.lock(target.pid, 1.0)
+    if under_way is Call.RESTORE:
+        driver.checkpoint(target.pid)
+
+    def ends() -> None:
+        if under_way is Call.CHECKPOINT and target.state is State.LOCKED:
+            driver.checkpoint(target.pid)
+        elif under_way is Call.RESTORE and target.state is State.CHECKPOINTED:
+            driver.restore(target.pid, {}, initialise=False)
+            driver.unlock(target.pid)
+
+    start = Callers.start
+    monkeypatch.setattr(Callers, "start", lambda *a, **k: (ends(), start(*a, **k))[1])
+    with LocalWorld(machine.environ) as world:
+        if under_way is Call.CHECKPOINT:
+            (found,) = world.inspect([target.pid], tree=True).processes
+            assert (found.state, found.gpus) == (State.CHECKPOINTED, ())
+        else:
+            assert [r.state for r in overview(world, [target.pid]).rows] == ["running"]
+            driver.lock(target.pid, 1.0)
+            driver.checkpoint(target.pid)
+            (found,) = world.inspect([target.pid], tree=True).processes
+            assert (found.state, found.gpus) == (State.RUNNING, (GpuBytes(machine.uuids[0], 2 * GIB),))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
+from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.model import GIB, Call, State
 from tests.simulated_machine import eventually
 
@@ -151,9 +154,9 @@ def test_another_card_without_room(machine2: Machine) -> None:
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        (("GPU-nonsense",), "there is no GPU GPU-nonsense"),
-        (("{0}=GPU-nonsense",), "there is no GPU GPU-nonsense"),
-        (("GPU-nonsense={0}",), "there is no GPU GPU-nonsense"),
+        (("GPU-nonsense",), "no GPU of this machine has the UUID GPU-nonsense"),
+        (("{0}=GPU-nonsense",), "no GPU of this machine has the UUID GPU-nonsense"),
+        (("GPU-nonsense={0}",), "no GPU of this machine has the UUID GPU-nonsense"),
         (("{0}={1}", "{1}={1}"), "two GPUs cannot be restored onto one"),
         (("{0}={1}", "{0}={0}"), "names one old GPU twice"),
         (("{0}", "{1}"), "one UUID alone, or OLD=NEW"),
@@ -222,9 +225,28 @@ def test_stopped_while_suspended(machine: Machine) -> None:
         result = machine.gpuckpt(command, target.pid)
         assert (result.code, result.error["code"]) == (6, "stopped"), command
         assert result.error["hint"] == f"kill -CONT {target.pid}"
+        refused = machine.gpuckpt(command, "--dry-run", target.pid).document["plan"]["refused"]
+        assert (refused["code"], refused["hint"]) == ("stopped", f"kill -CONT {target.pid}"), command
+    recovered = machine.gpuckpt("recover")
+    assert (recovered.code, recovered.document["recovered"]) == (0, []), "it is suspended, and nothing was left in the middle"
     target.signal(18)
     assert machine.gpuckpt("resume", target.pid).code == 0
     assert target.unharmed()
+
+
+def test_one_of_a_group_is_stopped_which_another_tool_suspended(machine: Machine) -> None:
+    """The way out is not that of a suspend, which a resume does not take."""
+    parent = machine.target("--spawn", "1")
+    driver = SimulatedDriver(machine.world.path)
+    driver.lock(parent.pid, 1.0)
+    driver.checkpoint(parent.pid)
+    (child,) = parent.children
+    os.kill(child, signal.SIGSTOP)
+    result = machine.gpuckpt("resume", parent.pid)
+    assert (result.code, result.error["code"], result.error["hint"]) == (6, "stopped", f"kill -CONT {child}")
+    os.kill(child, signal.SIGCONT)
+    assert machine.gpuckpt("resume", parent.pid).code == 0
+    assert parent.unharmed()
 
 
 def test_frozen_while_suspended(machine: Machine) -> None:

@@ -187,6 +187,17 @@ def test_exported_memory_is_reported_and_counted(machine: Machine) -> None:
     assert target.unharmed()
 
 
+def test_what_stayed_is_not_counted_twice(machine: Machine) -> None:
+    """The group was resumed by somebody who does not see this journal, root say."""
+    target = machine.target("--gib", "4", "--exported-gib", "1")
+    for left in ({machine.uuids[0]: GIB}, {}):  # what stayed the first time is there all the time
+        assert machine.gpuckpt("suspend", target.pid).code == 0
+        (record,) = machine.records()
+        assert record["retained"] == left
+        assert machine.gpuckpt("resume", target.pid, GPUCKPT_STATE_DIR=str(machine.path / "roots")).code == 0
+    assert target.unharmed()
+
+
 def test_stopped_before(machine: Machine) -> None:
     target = machine.target()
     target.stop()

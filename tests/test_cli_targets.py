@@ -190,7 +190,7 @@ def test_several_cuda_processes_are_a_possible_import(machine: Machine) -> None:
     parent = machine.target("--spawn", "2")
     result = machine.gpuckpt("suspend", parent.pid)
     assert (result.code, result.error["code"]) == (6, "possible-import")
-    assert result.error["message"].startswith('start it with agents (eval "$(gpuckpt env)"')
+    assert result.error["message"].startswith('start it with agents (eval "$(gpuckpt env)", or a server by gpuckpt run;')
     assert f"gpuckpt suspend {result.error['pid']} --accept-loss possible-import" in result.error["hint"], "it can be typed"
     for child in parent.children:
         assert str(child) in result.error["message"]

@@ -74,7 +74,7 @@ def hanging(machine: Machine) -> Iterator[Hanging]:
 
 def test_what_hangs_is_asked_nothing_more_until_it_answers(hanging: Hanging) -> None:
     devices = Patient(hanging, within_s=0.05)
-    with pytest.raises(errors.Deadline, match="within 0.05 s"):
+    with pytest.raises(errors.Deadline, match=r"within 0\.05 s"):
         devices.gpus()
     with pytest.raises(errors.Deadline, match="still does not answer"):
         devices.processes()

@@ -16,13 +16,15 @@ from hypothesis.strategies import SearchStrategy
 
 from gpuckpt import errors
 from gpuckpt.journal import Record
-from gpuckpt.model import State, Status
+from gpuckpt.model import Report, State, Status
+from gpuckpt.operation import Operation
 from gpuckpt.plan import AGENT_STAGES
-from gpuckpt.recovery import unfinished
+from gpuckpt.preview import Preview
+from gpuckpt.recovery import recover_all, unfinished
 from gpuckpt.words import BY_POOL
 from tests.memory_machine import Fault
 from tests.memory_world import MemoryWorld, described
-from tests.schedules import TIGHT_GIB, Event, Played, Player, Proc, Schedule, Step, pools, ranks, schedules
+from tests.schedules import FIRST_PID, TIGHT_GIB, Event, Played, Player, Proc, Schedule, Step, pools, ranks, schedules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,6 +250,36 @@ def test_way_back_waits_for_room_after_one_interruption() -> None:
     assert player.machine.takers
     assert played.code == 130
     assert set(played.after.values()) == {RUNNING}
+
+
+def test_a_plan_for_what_is_in_flight() -> None:
+    player = Player.of(Schedule((Proc(),), ()))
+    player.play(Step("suspend"))
+    assert player.play(Step("resume", faults=(Fault(0, seconds=500.0),))).code == 3
+    plan = Preview(MemoryWorld(player.machine), "resume").resume([FIRST_PID]).details["plan"]
+    assert (plan["refused"]["code"], plan["steps"]) == ("in-flight", [])
+
+
+def test_the_deadline_of_recover_is_that_of_all_records_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs no waiting is done even when those before have taken all the time."""
+    player = Player.of(Schedule(tuple(Proc(group=g) for g in range(3)), ()))
+    for g in range(3):
+        player.play(Step("suspend", (g,), events=(Event(18, "crash"),)))
+    had, recover = [], Operation.recover
+
+    def slowly(operation: Operation, record: Record) -> Report | None:
+        had.append(operation.deadline.limit_s)
+        report = recover(operation, record)
+        operation.world.wait((), operation.world.now() + 20.0)
+        return report
+
+    monkeypatch.setattr(Operation, "recover", slowly)
+    reports = recover_all(MemoryWorld(player.machine), timeout_s=30.0)
+    assert had[0] == 30.0
+    assert had[1] < 10.1
+    assert had[2] < 0.1
+    assert [r.ok for r in reports] == [True] * 3
+    assert set(player.states().values()) <= {RUNNING, CHECKPOINTED}
 
 
 @pytest.mark.parametrize("what", ["crash", "kill-all"])

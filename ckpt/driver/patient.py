@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 #: How long an answer may take, in seconds. The first one may load NVML, and wake every GPU where persistence mode is off.
 ANSWER_S = 30.0
+#: How long it is waited for in any case: who asks for a short timeout does not mean the milliseconds that an answer takes.
+LEAST_S = 0.5
 _LOOK_S = 1.0
 
 

@@ -131,7 +131,8 @@ def possible_imports(
             found.append(
                 Hazard(
                     "possible-import",
-                    'start it with agents (eval "$(gpuckpt env)", docs/multi-gpu.md) and this job can be suspended as a whole. As it is, '
+                    'start it with agents (eval "$(gpuckpt env)", or a server by gpuckpt run; docs/multi-gpu.md) and this job can be '
+                    "suspended as a whole. As it is, "
                     f"pid {pid} belongs together with {len(others)} more CUDA process{'es' if len(others) > 1 else ''}: {named}. "
                     "If one of them maps GPU memory of another, the driver would checkpoint it and never restore it, "
                     f"and nothing shows this from outside.{missing}",
