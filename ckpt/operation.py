@@ -134,7 +134,7 @@ class Operation(Reporting):
             gpu_map = room.gpu_map_for(self, wished or {}, to_gpu)
             if any(self.needs_room(p, State.RUNNING) for p in self.now):
                 self.check_interruption()
-                room.claim(self, gpu_map, until=self.world.now() + wait_s)
+                room.claim(self, gpu_map, until=min(self.world.now() + wait_s, self.deadline.at))
             self.check_interruption()
             if unread := keeping.load(self, [p for p, state in self.now.items() if state is State.CHECKPOINTED]):
                 self.check_interruption()

@@ -192,10 +192,11 @@ def no_room(walk: Walk, short: plan.Shortage) -> GpuckptError:
         for nbytes, pid in holders
     )
     end = f" (kill {next(iter(ages))} ends the largest holder)" if ages else ""
+    longer = " and a longer --timeout" if walk.world.now() >= walk.deadline.at else ""
     return errors.GpuMemory(
         f"{gpu.label} has {size(short.free_bytes or 0)} free, the restore needs {size(short.needed_bytes)}; {stays}."
         + (f" Held by {named}" if named else ""),
-        hint=f"free the GPU{end}, then resume again; or let it wait: --wait 10m",
+        hint=f"free the GPU{end}, then resume again; or let it wait: --wait 10m{longer}",
         gpu=short.uuid,
         step="room",
     )

@@ -80,6 +80,17 @@ def test_wait_for_room(machine: Machine) -> None:
     assert target.unharmed()
 
 
+def test_the_deadline_holds_for_the_wait_too(machine: Machine) -> None:
+    target = machine.target("--gib", "40")
+    machine.gpuckpt("suspend", target.pid)
+    filler = machine.target("--gib", "60")
+    result = machine.gpuckpt("resume", target.pid, "--wait", "1h", "--timeout", "500ms")
+    assert (result.code, result.error["code"]) == (6, "gpu-memory")
+    assert "a longer --timeout" in result.error["hint"]
+    filler.kill()
+    assert machine.gpuckpt("resume", target.pid).code == 0
+
+
 def test_a_process_that_filled_its_gpu_has_room_on_it(machine: Machine) -> None:
     """The margin beyond its bytes is not asked for where the GPU did not have it before."""
     target = machine.target("--gib", "79.99")
