@@ -176,6 +176,19 @@ def test_device_nodes(machine: Machine) -> None:
     assert "/dev/nvidia-uvm, /dev/nvidia0" in line.message
 
 
+def test_device_nodes_as_a_process_sees_them(machine: Machine) -> None:
+    """A container that was started with some of them, or lost one."""
+    nodes = {f"root/dev/{node}": "" for node in ("nvidiactl", "nvidia-uvm", "nvidia0")}
+    machine.process(70, 4, **nodes)
+    machine.process(71, 4)  # whose root may not be looked at
+    assert machine.line("device nodes").status == "ok"
+    (machine.root / "proc/70/root/dev/nvidia0").unlink()
+    line = machine.line("device nodes")
+    assert line.status == "warning"
+    assert "70 (python3) is on a GPU and does not see /dev/nvidia0:" in line.message
+    assert "--gpus all" in line.fix
+
+
 def test_persistence_off(machine: Machine) -> None:
     machine.devices = FakeDevices(GPU0, dataclasses.replace(GPU1, persistence=False))
     line = machine.line("persistence mode")

@@ -204,7 +204,7 @@ def targets_libcuda(subject: Subject) -> Iterator[Check]:
 
 
 def device_nodes(subject: Subject) -> Iterator[Check]:
-    """The device files of every GPU are there and may be opened."""
+    """The device files of every GPU are there and may be opened; and each process on one sees those that it needs for its way back."""
     if subject.simulated:
         return
     wanted = ["nvidiactl", "nvidia-uvm", *(f"nvidia{g.minor}" for g in subject.present if g.minor is not None)]
@@ -218,8 +218,27 @@ def device_nodes(subject: Subject) -> Iterator[Check]:
         yield Check(
             "device nodes", "problem", f"not yours to open: {', '.join(closed)}", f"`ls -l {closed[0]}`; join its group, or run as root"
         )
-    if not gone and not closed:
+    unseen = list(_unseen_nodes(subject))
+    yield from unseen
+    if not gone and not closed and not unseen:
         yield Check("device nodes", "ok", f"{len(paths)} there: {', '.join(paths)}")
+
+
+def _unseen_nodes(subject: Subject) -> Iterator[Check]:
+    """The driver restores a process from within: by the files that the process sees."""
+    minors = {g.uuid: g.minor for g in subject.present if g.minor is not None}
+    for pid in subject.processes:
+        dev = subject.root / f"proc/{pid}/root/dev"
+        if not os.path.isdir(dev):  # noqa: PTH112 - a root that may not be looked at is no error
+            continue
+        nodes = ["nvidiactl", "nvidia-uvm", *(f"nvidia{minors[uuid]}" for uuid in subject.listed[pid] if uuid in minors)]
+        if missing := [f"/dev/{node}" for node in nodes if not (dev / node).exists()]:
+            yield Check(
+                "device nodes",
+                "warning",
+                f"{subject.name(pid)} is on a GPU and does not see {', '.join(missing)}: a resume of it may fail, and would lose it",
+                "do not suspend it; start its container anew with its devices (`--gpus all`, or a device plug-in)",
+            )
 
 
 def persistence(subject: Subject) -> Iterator[Check]:

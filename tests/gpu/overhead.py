@@ -68,4 +68,7 @@ try:
     r.check("target computes the same", target.same())
 finally:
     target.end()
+code, demo, _ = gpuckpt("demo")
+shown = {k: demo.get(k) for k in ("error", "simulated", "gpu_bytes", "host_bytes", "same_answer", "suspend_seconds", "resume_seconds")}
+r.check("gpuckpt demo on this GPU: it empties it, and computes the same", code == 0 and shown["same_answer"] and shown["simulated"] == SIMULATED, shown)
 r.finish()
