@@ -246,10 +246,13 @@ def full_gpu_map(wanted: Mapping[str, str], gpus: Iterable[Gpu]) -> dict[str, st
 
     Empty if *wanted* moves nothing. Raises ``ValueError`` with words for a wish that no exchange can meet.
     """
-    uuids = [g.uuid for g in gpus if not g.lost]
+    lost = {g.uuid: g.lost for g in gpus}
+    uuids = [uuid for uuid in lost if not lost[uuid]]
     for uuid in {*wanted, *wanted.values()}:
-        if uuid not in uuids:
+        if uuid not in lost:
             raise ValueError(f"no GPU of this machine has the UUID {uuid}")
+        if lost[uuid]:
+            raise ValueError(f"{uuid} is lost, and the map that the driver wants has no place for it")
     if len(set(wanted.values())) != len(wanted):
         raise ValueError("two GPUs cannot be restored onto one")
     moved = {old: new for old, new in wanted.items() if old != new}

@@ -172,7 +172,7 @@ def no_room(walk: Walk, short: plan.Shortage) -> GpuckptError:
     if short.kind in ("lost", "missing"):
         return errors.GpuLost(
             f"{gpu.label} is {'lost' if short.kind == 'lost' else 'not on this machine any more'}; {stays}",
-            hint="restore on another card of the same kind: gpuckpt resume PID --gpu OLD=NEW",
+            hint="dmesg | grep -i xid says why; when nvidia-smi shows the card again, resume again. A reboot ends the process",
             gpu=short.uuid,
             step="room",
         )

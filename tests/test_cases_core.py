@@ -50,7 +50,10 @@ def test_a_card_that_falls_off_the_bus(machine4: Machine) -> None:
     assert one.unharmed()
     refused = machine4.gpuckpt("resume", two.pid)
     assert (refused.code, refused.error["code"], refused.error["gpu"]) == (6, "gpu-lost", machine4.uuids[2])
-    assert "--gpu OLD=NEW" in refused.error["hint"]
+    assert "resume again" in refused.error["hint"]
+    moved = machine4.gpuckpt("resume", two.pid, "--gpu", machine4.uuids[3])
+    assert (moved.code, moved.error["code"]) == (2, "usage"), "the driver's map has no place for it"
+    assert f"{machine4.uuids[2]} is lost" in moved.error["message"]
     assert two.state is State.CHECKPOINTED
     machine4.gpu(2, lost=False)
     assert machine4.gpuckpt("resume", two.pid).code == 0
