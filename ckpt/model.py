@@ -120,7 +120,7 @@ class Gpu:
 
     @property
     def label(self) -> str:
-        return f"GPU {self.index} ({self.uuid})"
+        return f"GPU {self.index} ({self.uuid})" if self.index >= 0 else self.uuid
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,20 @@ def test_a_changed_gpu(machine: Machine, change: dict[str, object], words: str) 
     assert target.unharmed()
 
 
+def test_a_gpu_that_is_gone(machine2: Machine) -> None:
+    target, uuid = machine2.target("--gpu", "1"), machine2.uuids[1]
+    machine2.gpuckpt("suspend", target.pid)
+    with machine2.world.transaction() as world:
+        gone = world.rules.gpus.pop(uuid)
+    refused = machine2.gpuckpt("resume", target.pid, "--wait", "1h")
+    assert (refused.code, refused.error["code"], refused.error["gpu"]) == (6, "gpu-lost", uuid)
+    assert refused.error["message"].startswith(f"{uuid} is not on this machine any more; nothing was restored")
+    with machine2.world.transaction() as world:
+        world.rules.gpus[uuid] = gone
+    assert machine2.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
+
+
 def test_onto_another_card_and_back(machine2: Machine) -> None:
     one, two = machine2.uuids
     target = machine2.target("--gib", "8")
