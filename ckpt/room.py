@@ -109,7 +109,17 @@ def shortages(walk: Walk, needed: Mapping[str, int], gpu_map: Mapping[str, str])
     """Why the restore may not be called now. On the GPUs that it came from they must be as they were; moved, that means nothing."""
     assert walk.record is not None
     recorded = {} if gpu_map else {g.uuid: g for g in walk.record.gpus}
-    return plan.shortages(needed, recorded, walk.world.gpus())
+    gpus = walk.world.gpus()
+    crowded = [g for g in gpus if g.uuid in needed and g.compute_mode == "exclusive-process" and len(_users(walk, g.uuid, gpu_map)) > 1]
+    return plan.shortages(needed, recorded, gpus) + [plan.Shortage("crowded", g.uuid, needed[g.uuid], g.free_bytes) for g in crowded]
+
+
+def _users(walk: Walk, uuid: str, gpu_map: Mapping[str, str]) -> set[int]:
+    """Pids of all that are on a GPU, and of members that would come back to it."""
+    assert walk.record is not None
+    coming = [m for m in walk.record.members if not m.lost and walk.needs_room(m.id, State.RUNNING)]
+    here = {pid for pid, on in walk.world.held().items() if uuid in on}
+    return here | {m.id.pid for m in coming if not m.gpus or any(gpu_map.get(g.uuid, g.uuid) == uuid for g in m.gpus)}
 
 
 def restores_to_come(walk: Walk, uuids: Collection[str]) -> list[ProcessId]:
@@ -193,9 +203,13 @@ def no_room(walk: Walk, short: plan.Shortage) -> GpuckptError:
     )
     end = f" (kill {next(iter(ages))} ends the largest holder)" if ages else ""
     longer = " and a longer --timeout" if walk.world.now() >= walk.deadline.at else ""
+    why = f"has {size(short.free_bytes or 0)} free, the restore needs {size(short.needed_bytes)}"
+    if short.kind == "crowded":
+        why = "takes one process at a time (its compute mode is exclusive-process)" + (
+            "" if named else ", and several would come back to it"
+        )
     return errors.GpuMemory(
-        f"{gpu.label} has {size(short.free_bytes or 0)} free, the restore needs {size(short.needed_bytes)}; {stays}."
-        + (f" Held by {named}" if named else ""),
+        f"{gpu.label} {why}; {stays}." + (f" Held by {named}" if named else ""),
         hint=f"free the GPU{end}, then resume again; or let it wait: --wait 10m{longer}",
         gpu=short.uuid,
         step="room",

@@ -137,6 +137,28 @@ def test_a_changed_gpu(machine: Machine, change: dict[str, object], words: str) 
     assert target.unharmed()
 
 
+def test_a_gpu_that_takes_one_process_at_a_time(machine: Machine) -> None:
+    """In exclusive-process mode the driver would fail the restore, however much is free, and the process would be lost."""
+    machine.gpu(0, compute_mode="exclusive-process")
+    one = machine.target()
+    machine.gpuckpt("suspend", one.pid)
+    two = machine.target()
+    refused = machine.gpuckpt("resume", one.pid)
+    assert (refused.code, refused.error["code"]) == (6, "gpu-memory")
+    assert "exclusive-process" in refused.error["message"]
+    assert f"Held by pid {two.pid}" in refused.error["message"]
+    assert machine.gpuckpt("resume", "--dry-run", one.pid).document["plan"]["refused"]["code"] == "gpu-memory"
+    machine.gpuckpt("suspend", two.pid)
+    both = machine.gpuckpt("resume", one.pid, two.pid)
+    assert (both.code, both.error["code"]) == (6, "gpu-memory")
+    assert "several would come back" in both.error["message"]
+    assert machine.gpuckpt("resume", one.pid).code == 0
+    assert one.unharmed()
+    one.kill()
+    assert machine.gpuckpt("resume", two.pid).code == 0
+    assert two.unharmed()
+
+
 def test_a_gpu_that_is_gone(machine2: Machine) -> None:
     target, uuid = machine2.target("--gpu", "1"), machine2.uuids[1]
     machine2.gpuckpt("suspend", target.pid)
