@@ -294,6 +294,9 @@ class LocalWorld:
     def gpus(self) -> tuple[Gpu, ...]:
         return self.devices.gpus()
 
+    def refuse_maps(self) -> None:
+        refusals.check_maps(self.devices.version())
+
     def held(self) -> dict[int, dict[str, int | None]]:
         return self.devices.processes()
 

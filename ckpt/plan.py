@@ -210,7 +210,7 @@ def room_need_bytes(
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A GPU that a restore cannot use now. ``kind``: "memory", "unknown", "lost", "missing", "changed", or "crowded" (takes one process)."""
+    """A GPU that a restore cannot use now. ``kind``: "memory", "unknown", "lost", "missing", "changed" or "crowded" (takes one process)."""
 
     kind: str
     uuid: str

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from gpuckpt import errors
-from gpuckpt.driver.api import OLDEST_CUDA, DriverVersion
+from gpuckpt.driver.api import OLDEST_CUDA, OLDEST_MAPS, DriverVersion, no_maps
 from gpuckpt.inspect import processes
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.journal import Record, no_process
@@ -21,6 +21,12 @@ def check_driver(version: DriverVersion) -> None:
             f"CUDA {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]}; nothing was touched",
             hint="update the NVIDIA driver to 570 or newer; gpuckpt doctor explains",
         )
+
+
+def check_maps(version: DriverVersion) -> None:
+    """Raise :class:`gpuckpt.errors.DriverTooOld` for one that cannot restore onto other GPUs."""
+    if version.cuda < OLDEST_MAPS:
+        raise no_maps(version)
 
 
 def check_target(pid: int, me: int, command: str, procs: dict[int, Proc], void: Sequence[Record]) -> None:

@@ -34,6 +34,8 @@ def gpu_map_for(walk: Walk, wished: Mapping[str, str], to_gpu: str) -> dict[str,
             raise errors.GpuChanged(
                 f"{new} is a {names.get(new)}, {old} was a {names.get(old)}: the driver restores only onto the same chip", gpu=new
             )
+    if full:
+        walk.world.refuse_maps()
     if full and State.CHECKPOINTED not in walk.now.values():
         raise errors.Usage("a process changes its GPU only where the driver has suspended it: these are suspended by their pool")
     return full

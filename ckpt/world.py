@@ -92,6 +92,10 @@ class World(Protocol):
 
     def gpus(self) -> tuple[Gpu, ...]: ...
 
+    def refuse_maps(self) -> None:
+        """Raise :class:`gpuckpt.errors.DriverTooOld` where the driver cannot restore onto other GPUs."""
+        ...
+
     def held(self) -> dict[int, dict[str, int | None]]:
         """pid -> {GPU UUID: bytes} as NVML says now."""
         ...

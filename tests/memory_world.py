@@ -177,6 +177,9 @@ class MemoryWorld:
         self._look()
         return self._gpus()
 
+    def refuse_maps(self) -> None:
+        pass
+
     def held(self) -> dict[int, dict[str, int | None]]:
         self.point("held")
         self._look()

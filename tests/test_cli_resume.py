@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpuckpt.driver.api import DriverVersion
 from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.model import GIB, Call, State
 from tests.simulated_machine import eventually
@@ -185,6 +186,20 @@ def test_onto_another_card_and_back(machine2: Machine) -> None:
         assert (result.code, result.states) == (0, {target.pid: "running"})
         assert {u for u, g in machine2.world.peek().rules.processes[target.pid].held_bytes.items() if g} == {there}
         assert target.unharmed()
+
+
+def test_another_card_with_a_driver_that_moves_nothing(machine2: Machine) -> None:
+    """To it the map is memory that must be zero: it might restore where nobody looked for room."""
+    target = machine2.target()
+    machine2.gpuckpt("suspend", target.pid)
+    with machine2.world.transaction() as world:
+        world.rules.driver = DriverVersion((12, 9), "575.57.08")
+    refused = machine2.gpuckpt("resume", target.pid, "--gpu", machine2.uuids[1])
+    assert (refused.code, refused.error["code"]) == (6, "driver-too-old")
+    assert "without --gpu" in refused.error["hint"]
+    assert target.state is State.CHECKPOINTED
+    assert machine2.gpuckpt("resume", target.pid).code == 0
+    assert target.unharmed()
 
 
 def test_another_card_without_room(machine2: Machine) -> None:

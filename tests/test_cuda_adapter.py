@@ -215,6 +215,15 @@ def test_driver_too_old(library: Path, library_before_570: Path) -> None:
     assert "570" in by_version["hint"]
 
 
+def test_a_driver_that_knows_no_map_is_not_asked_to_restore(library: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    (found,) = outcomes(library, case("restore", 7, {OLD: NEW, NEW: OLD}, initialise=True, env={"VERSION": "12090"}), log=log)
+    assert found["code"] == "driver-too-old"
+    assert "CUDA 12.9" in found["message"]
+    assert log.read_text() == ""
+
+
 def test_driver_before_cuda_12(tmp_path: Path) -> None:
     source = tmp_path / "ancient.c"
     source.write_text("int cuDriverGetVersion(int *version) { *version = 11040; return 0; }\n")

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gpuckpt import errors
 from gpuckpt.model import Gpu, ProcessId, State
 
 if TYPE_CHECKING:
     from gpuckpt.image.memory import Memory
 
 OLDEST_CUDA = (12, 8)  # driver 570, the first with cuCheckpointProcess*
+OLDEST_MAPS = (13, 0)  # driver 580, the first that restores onto other GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,15 @@ class DriverVersion:
 
     cuda: tuple[int, int]
     package: str = ""
+
+
+def no_maps(version: DriverVersion) -> errors.DriverTooOld:
+    """Why a driver older than ``OLDEST_MAPS`` is asked for no restore onto other GPUs."""
+    return errors.DriverTooOld(
+        f"the NVIDIA driver {version.package} (CUDA {version.cuda[0]}.{version.cuda[1]}) cannot restore onto other GPUs: that takes "
+        f"CUDA {OLDEST_MAPS[0]}.{OLDEST_MAPS[1]}; nothing was restored",
+        hint="resume it where it was, without --gpu; or update the NVIDIA driver to 580 or newer",
+    )
 
 
 class CallError(Exception):

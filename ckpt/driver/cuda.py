@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpuckpt import errors
-from gpuckpt.driver.api import OLDEST_CUDA, CallError, Driver, refuse_storage
+from gpuckpt.driver.api import OLDEST_CUDA, OLDEST_MAPS, CallError, Driver, DriverVersion, no_maps, refuse_storage
 from gpuckpt.inspect import processes
 from gpuckpt.model import Call, ProcessId, State
 
@@ -63,9 +63,9 @@ class CudaDriver(Driver):
         missing = [name for name in NEEDED if not hasattr(self._cuda, name)]
         if missing:
             raise _bindings_too_old(f"cuda-bindings {_bindings_version()} lacks {', '.join(missing)}")
-        version = _version(self._cuda)
-        if version < OLDEST_CUDA:
-            raise _driver_too_old(f"the driver supports CUDA {version[0]}.{version[1]}")
+        self._version = _version(self._cuda)
+        if self._version < OLDEST_CUDA:
+            raise _driver_too_old(f"the driver supports CUDA {self._version[0]}.{self._version[1]}")
 
     def state(self, pid: int) -> State:
         try:
@@ -97,7 +97,8 @@ class CudaDriver(Driver):
 
     def restore(self, pid: int, gpu_map: Mapping[str, str], *, initialise: bool, storage: Storage | None = None) -> None:
         """As in :class:`Driver`. These end before the driver was asked to restore, so *pid* is as it was:
-        ``CallError`` with ``call == "cuInit"``, ``BindingsTooOld`` (a map needs cuda-bindings 13), ``ValueError`` (not a GPU's UUID).
+        ``CallError`` with ``call == "cuInit"``, ``BindingsTooOld`` and ``DriverTooOld`` (a map needs cuda-bindings 13 and CUDA 13),
+        ``ValueError`` (not a GPU's UUID).
         """
         refuse_storage(Call.RESTORE, storage)
         args = self._restore_args(gpu_map) if gpu_map else None
@@ -122,6 +123,8 @@ class CudaDriver(Driver):
         uuids = [(_uuid_bytes(old), _uuid_bytes(new)) for old, new in gpu_map.items()]
         if not hasattr(self._cuda, "CUcheckpointGpuPair"):
             raise _bindings_too_old(f"cuda-bindings {_bindings_version()} cannot restore onto other GPUs (13.0.2 is the first that can)")
+        if self._version < OLDEST_MAPS:  # these arguments are reserved there, and whether it looks at them nobody says
+            raise no_maps(DriverVersion(self._version))
         pairs = []
         for old, new in uuids:
             pair = self._cuda.CUcheckpointGpuPair()
