@@ -48,8 +48,8 @@ class Bar:
             self._said = progress.message
             self._shown.console.print(progress.message)
         words = MOVING.get(progress.step, progress.step)
-        if progress.step in MOVING and progress.bytes_start:
-            now = min(progress.bytes_now or 0, progress.bytes_start)
+        if progress.step in MOVING and progress.bytes_start and progress.bytes_now is not None:
+            now = min(progress.bytes_now, progress.bytes_start)
             done = progress.bytes_start - now if progress.step == "checkpoint" else now
             self._shown.update(self._task, description=words, total=progress.bytes_start, completed=done)
         else:
