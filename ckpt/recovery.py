@@ -54,9 +54,11 @@ def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[
         operation = Operation(world, "recover", timeout_s=left_s, tell=tell)
         operation.deadline.set(sum(g.nbytes or 0 for m in record.members for g in m.gpus))
         try:
+            _check_interruption(world)
             mistaken = strangers(world, record)
             while (report := _tried(operation, record)) is _AGAIN:
                 world.wait((), world.now() + _POLL_S)
+                _check_interruption(world)
         except errors.Busy as e:
             reports.append(_left_alone(record, e, world.simulated))
             continue
@@ -67,6 +69,11 @@ def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[
         said = "; ".join([words(record, operation, report.ok), *mistaken])
         reports.append(dataclasses.replace(report, details={"recovered": said}))
     return reports
+
+
+def _check_interruption(world: World) -> None:
+    if world.interruptions:
+        raise errors.Interrupted("interrupted before anything was done about it", hint="gpuckpt recover", signum=world.interruptions[-1])
 
 
 def strangers(world: World, record: Record) -> list[str]:

@@ -39,7 +39,13 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
             reports = recover_all(world, timeout_s=timeout_s)
     except errors.GpuckptError as e:
         fail("recover", as_json, e)
+
+    def status(report: Report) -> int:
+        code = report.error["code"] if report.error else ""
+        return 128 + world.interruptions[-1] if code == "interrupted" else errors.by_code()[code].exit_code
+
     failed = [r for r in reports if not r.ok]
+    worst = max(failed, key=lambda r: (status(r) == 3, status(r)), default=None)  # 3: one is not as it was found
     if as_json:
         whole = Report(
             "recover",
@@ -49,7 +55,7 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
             sum(r.seconds for r in reports),
             warnings=(*void, *unreadable),
             already=not reports,
-            error=failed[0].error if failed else None,
+            error=worst.error if worst else None,
             details={"recovered": [r.details["recovered"] for r in reports]},
         )
         print_json(whole)
@@ -62,11 +68,4 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
                 click.echo(f"  {r.error['message']}\n  try: {r.error['hint']}", err=True)
         if not reports:
             click.echo("nothing was left in the middle")
-    finish(max((exit_status(r) for r in failed), default=0))
-
-
-def exit_status(report: Report) -> int:
-    from gpuckpt import errors
-
-    code = report.error["code"] if report.error else ""
-    return 3 if code in ("lost", "in-flight", "not-as-found") else errors.by_code()[code].exit_code
+    finish(status(worst) if worst else 0)

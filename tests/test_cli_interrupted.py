@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -320,6 +321,39 @@ def test_kill_9_of_a_caller(machine: Machine, command: str, call: Call, state: s
     result = operation.end()
     assert (result.code, result.states) == (0, {target.pid: state})
     assert "the driver completed the call" in result.document["warnings"][0]
+
+
+@SIGNALS
+def test_recover_while_it_waits_for_a_call(machine: Machine, signum: int, code: int) -> None:
+    """The driver goes on with it, and so does the record: nothing is to be undone."""
+    target = machine.target("--gib", "2")
+    machine.slow(5.0)
+    suspend = machine.begin("suspend", target.pid)
+    eventually(lambda: target.under_way(Call.CHECKPOINT), "the checkpoint")
+    suspend.signal(9)
+    suspend.end()
+    recover = machine.begin("recover")
+    eventually(lambda: waits_for(recover, target), "it waits")
+    recover.signal(signum)
+    result = recover.end()
+    assert (result.code, result.error["code"], result.error["hint"]) == (code, "interrupted", "gpuckpt recover")
+    assert target.under_way(Call.CHECKPOINT), "it did not wait for the end of it"
+    assert [r["status"] for r in machine.records()] == ["suspending"]
+
+
+def test_recover_of_several_says_the_worst(machine: Machine) -> None:
+    """One is refused, of another a process is not as it was found: 3, though 6 is more."""
+    stopped, blocked = machine.target(), machine.target("--gib", "40")
+    for target in (stopped, blocked):
+        machine.gpuckpt("suspend", target.pid)
+    for path in (machine.state_dir / "groups").glob("[!.]*.json"):
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({**record, "status": "undoing"}))
+    machine.target("--gib", "60")
+    stopped.stop()
+    result = machine.gpuckpt("recover")
+    assert sorted(p["state"] for p in result.document["processes"]) == ["suspended"]
+    assert (result.code, result.error["code"]) == (3, "not-as-found")
 
 
 def test_recover_in_words(machine: Machine) -> None:
