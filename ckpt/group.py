@@ -45,11 +45,7 @@ class Group(Walk):
                     pid=p.pid,
                 )
             if p.state is State.DENIED:
-                raise errors.PermissionDenied(
-                    f"the driver does not let us touch pid {p.pid} ({p.name})",
-                    hint="run it as its owner or as root, with CAP_SYS_PTRACE in a container (gpuckpt doctor explains)",
-                    pid=p.pid,
-                )
+                raise _denied(p.pid, f"pid {p.pid} ({p.name})")
         try:
             self.refuse_hazards(h for h in inventory.hazards if self.method != "pool" or h.kind in OF_POOLS_TOO)
         except errors.Refused as e:
@@ -63,7 +59,7 @@ class Group(Walk):
         for p in inventory.processes:
             if p.state not in plan.DEPTH:
                 raise errors.Busy(
-                    f"the driver does not answer for pid {p.pid} ({p.name}, state {p.state}): a call on it is under way",
+                    _unanswered(f"pid {p.pid} ({p.name})", p.state),
                     hint="try again when it has ended; gpuckpt status tells",
                     pid=p.pid,
                 )
@@ -117,10 +113,11 @@ class Group(Walk):
                     f"end it: kill -9 {m.id}",
                     pid=m.id.pid,
                 )
+            elif self.now[m.id] is State.DENIED and not m.lost:
+                raise _denied(m.id.pid, self.world.describe(m.id.pid))
             elif self.now[m.id] not in plan.DEPTH and self.now[m.id] is not State.GONE and not m.lost:
                 raise errors.InFlight(
-                    f"the driver does not answer for {self.world.describe(m.id.pid)} (state {self.now[m.id]}"
-                    f"{', ' + m.waiting if m.waiting else ''}): a call on it is under way",
+                    _unanswered(self.world.describe(m.id.pid), self.now[m.id], m.waiting),
                     hint="when it has ended: gpuckpt recover",
                     pid=m.id.pid,
                 )
@@ -293,6 +290,20 @@ class Group(Walk):
         """Whether a record says of one of these that it is on its way, though nobody is at work on it."""
         ids = {p.id for p in inventory.processes}
         return any(r.status is not Status.SUSPENDED and any(m.id in ids for m in r.members) for r in self.world.journal.records())
+
+
+def _denied(pid: int, who: str) -> GpuckptError:
+    return errors.PermissionDenied(
+        f"the driver does not let us touch {who}; nothing was touched",
+        hint="run it as its owner or as root, with CAP_SYS_PTRACE in a container (gpuckpt doctor explains)",
+        pid=pid,
+    )
+
+
+def _unanswered(who: str, state: State, waiting: str = "") -> str:
+    if state is State.UNKNOWN:
+        return f"the driver says of {who} what this gpuckpt has no word for: it may be newer"
+    return f"the driver does not answer for {who} (state {state}{', ' if waiting else ''}{waiting}): a call on it is under way"
 
 
 def total_retained(retained: Iterable[Mapping[str, int]]) -> dict[str, int]:

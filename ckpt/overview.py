@@ -13,7 +13,7 @@ from gpuckpt.inspect import processes
 from gpuckpt.journal import Member, Record, void_words
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import Gpu, GpuBytes, Membership, ProcessId, State, Status
-from gpuckpt.words import BY_POOL, HELD, let_go
+from gpuckpt.words import BY_POOL, HELD, let_go, word
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,23 +80,23 @@ def overview(world: LocalWorld, targets: Sequence[int] = ()) -> Overview:
             continue
         left = proc.id in busy and _left_behind(proc.id, record)
         halted = processes.halted(proc.id, world.root) if proc.stopped or state is State.BLOCKED else ""
-        word, note = _word(pid, state, halted, proc.id in busy, left, record, member, pid in contexts)
+        called, note = _word(pid, state, halted, proc.id in busy, left, record, member, pid in contexts)
         if record is not None and record.membership is not None:
             note = "; ".join(n for n in (note, _with_others(record.membership)) if n)
-        nbytes = world.image_bytes(proc.id) if word == "suspended" else 0
-        moved = ((member.moved if member else None) or {}).get("kept_bytes", 0) if word in ("suspended", BY_POOL) else 0
-        on_disk = nbytes if word == "suspended" and world.image(proc.id).get("dropped") else 0
+        nbytes = world.image_bytes(proc.id) if called == "suspended" else 0
+        moved = ((member.moved if member else None) or {}).get("kept_bytes", 0) if called in ("suspended", BY_POOL) else 0
+        on_disk = nbytes if called == "suspended" and world.image(proc.id).get("dropped") else 0
         rows.append(
             Row(
                 pid,
                 processes.command(pid),
                 processes.user_name(processes.uid_of(pid)),
-                word,
+                called,
                 tuple(GpuBytes(u, n) for u, n in sorted(held.get(pid, {}).items())),
                 nbytes - on_disk + moved,
                 on_disk,
                 reserve.ready_bytes(proc.id),
-                record.since if record and word in ("suspended", BY_POOL, HELD) else None,
+                record.since if record and called in ("suspended", BY_POOL, HELD) else None,
                 record.by if record else "",
                 record.id if record else "",
                 note,
@@ -161,22 +161,20 @@ def _word(
     if state is State.BLOCKED:
         return "in-flight", member.waiting if member else "the driver does not answer: a call on it is under way"
     if record is not None and record.status is not Status.SUSPENDED:
-        return _plain(state), f"left in the middle ({record.status}): gpuckpt recover"
+        return word(state), f"left in the middle ({record.status}): gpuckpt recover"
     if member is not None and member.along and state is State.DISARMED:
         return HELD, "taken along by a suspend: it stands at its safe point until the resume"
     if record is not None and state is State.DISARMED and record.down is state:
         return BY_POOL, "what its pool does not hold is on the GPU"
+    if state is State.DENIED:
+        return "unknown", "the driver does not let us ask (gpuckpt doctor explains)"
     if state is State.LOCKED:
         return "locked", "CUDA calls of the process wait: gpuckpt resume"
-    return _plain(state), ""
+    return word(state), ""
 
 
 def _with_others(membership: Membership) -> str:
     return f"{membership.label} of group {membership.group}, {membership.phase}: it is resumed on all of them together"
-
-
-def _plain(state: State) -> str:
-    return {State.CHECKPOINTED: "suspended", State.FAILED: "lost", State.DENIED: "unknown"}.get(state, str(state))
 
 
 def _dead(members: dict[ProcessId, tuple[Record, Member]], procs: dict[int, processes.Proc], targets: Sequence[int]) -> list[Row]:

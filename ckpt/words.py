@@ -45,5 +45,5 @@ def word(state: State, *, by_pool: bool = False) -> str:
     """The word that people see for a driver state. *by_pool*: it is meant to be disarmed."""
     if by_pool and state is State.DISARMED:
         return BY_POOL
-    words = {State.CHECKPOINTED: "suspended", State.BLOCKED: "in-flight", State.FAILED: "lost"}
+    words = {State.CHECKPOINTED: "suspended", State.BLOCKED: "in-flight", State.FAILED: "lost", State.DENIED: "unknown"}
     return words.get(state, str(state))

@@ -254,6 +254,25 @@ def test_somebody_elses_process(machine: Machine, command: str) -> None:
     assert not (machine.path / "theirs").exists()
 
 
+@pytest.mark.parametrize("command", ["suspend", "resume"])
+def test_a_process_that_the_driver_does_not_let_us_touch(machine: Machine, command: str) -> None:
+    """A container without CAP_SYS_PTRACE, say: no call is under way that would end."""
+    target = machine.target()
+    if command == "resume":
+        machine.gpuckpt("suspend", target.pid)
+    machine.world.add_fault("state", result="OPERATING_SYSTEM", times=100)
+    (row,) = machine.gpuckpt("status", target.pid).document["processes"]
+    assert (row["state"], row["note"]) == ("unknown", "the driver does not let us ask (gpuckpt doctor explains)")
+    result = machine.gpuckpt(command, target.pid)
+    assert (result.code, result.error["code"], result.error["pid"]) == (5, "permission", target.pid)
+    assert "CAP_SYS_PTRACE" in result.error["hint"]
+    planned = machine.gpuckpt(command, "--dry-run", target.pid)
+    assert planned.document["plan"]["refused"]["code"] == "permission"
+    assert set(planned.states.values()) == {"unknown"}
+    (machine.world.path / "faults.json").write_text("[]")
+    assert machine.gpuckpt(command, target.pid).code == 0
+
+
 @ROOT
 def test_somebody_elses_process_without_cuda(machine: Machine) -> None:
     for path in (machine.path, *machine.path.rglob("*")):
