@@ -44,11 +44,16 @@ def play(simulate: bool, gib: float, timeout_s: float | None, say: Any) -> Repor
     with _stage(simulate, say) as simulated, _target(simulated, gib) as target:
         from gpuckpt import resume, suspend
         from gpuckpt.early import devices
+        from gpuckpt.operation import RETAINED_LEAST_BYTES
+
+        listed = target.pid in devices().processes()  # a container's processes may not be, or by other numbers
 
         def used() -> int:
-            return devices().processes().get(target.pid, {}).get(uuid) or 0
+            if listed:
+                return sum(nbytes or 0 for nbytes in devices().processes().get(target.pid, {}).values())
+            more = _used_bytes() - target.used_before_bytes
+            return more if more >= RETAINED_LEAST_BYTES else 0
 
-        uuid = next(iter(devices().processes()[target.pid]))
         first, before = target.ask("check"), used()
         say(f"a program runs on the GPU: pid {target.pid} holds {size(before)}, its data sums to {first['sum'][:12]}")
         say(f"$ gpuckpt suspend {target.pid}")
@@ -81,6 +86,7 @@ class Target:
     """The program that is suspended: answers lines of JSON."""
 
     def __init__(self, command: list[str]) -> None:
+        self.used_before_bytes = _used_bytes()
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
         self.pid = self._process.pid
         self.ready = self._answer()
@@ -102,6 +108,13 @@ class Target:
             raise errors.GpuckptError("the demo's program ended by itself", hint="gpuckpt doctor")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def _used_bytes() -> int:
+    """On all GPUs, by whomever."""
+    from gpuckpt.early import devices
+
+    return sum(g.total_bytes - g.free_bytes for g in devices().gpus() if g.total_bytes and g.free_bytes is not None)
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner
 
+from gpuckpt.cli import demo
 from gpuckpt.cli.main import COMMANDS, main
 from gpuckpt.driver.api import DriverVersion
+from gpuckpt.driver.simulated import SimulatedDevices
 from gpuckpt.model import GIB, Call, GpuBytes, State
 from tests.simulated_machine import COMMAND, Result, eventually
 
@@ -241,6 +243,21 @@ def test_demo(machine: Machine, arguments: tuple[str, ...]) -> None:
     assert (document["simulated"], document["same_answer"], document["gpu_bytes"]["suspended"]) == (True, True, 0)
     assert document["gpu_bytes"]["running"] == document["gpu_bytes"]["resumed"] > 0
     assert machine.gpuckpt("ps").document["processes"] == []
+
+
+@pytest.mark.parametrize("others", [{}, {4194303: {"GPU-x": 3 * GIB}}])
+def test_demo_where_nvml_lists_no_process_of_ours(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, others: dict[int, dict[str, int]]
+) -> None:
+    """As in a container: then it is the card that shows what left."""
+    for name, value in machine.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(SimulatedDevices, "processes", lambda _: others)
+    said: list[str] = []
+    seen = demo.play(False, 1.0, None, said.append).details
+    assert seen["gpu_bytes"] == {"running": GIB, "suspended": 0, "resumed": GIB}
+    assert seen["same_answer"]
+    assert said[-1] == "the same as before: it never noticed"
 
 
 def test_demo_in_words(machine: Machine) -> None:
