@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gpuckpt import plan
 from gpuckpt.image import reserve
 from gpuckpt.inspect import host
-from gpuckpt.model import GpuProcess, Hazard, HostRoom, State
+from gpuckpt.model import Gpu, GpuProcess, Hazard, HostRoom, State
 
 
-def for_images(members: Sequence[GpuProcess], method: str, root: Path) -> tuple[int, HostRoom | None, list[Hazard]]:
+def for_images(
+    members: Sequence[GpuProcess], method: str, root: Path, gpus: Callable[[], Sequence[Gpu]] = tuple
+) -> tuple[int, HostRoom | None, list[Hazard]]:
     """Host bytes that a suspend needs, the tightest room there is, and a hazard for each limit that it would break. What the library keeps
-    ready in a process is needed, and is there."""
+    ready in a process is needed, and is there. *gpus* are asked for where NVML does not tell what a member holds."""
     going = [p for p in members if p.state is not State.CHECKPOINTED and not (p.state is State.DISARMED and method == "pool")]
-    needed = sum(plan.host_need_bytes(p, method) for p in going)
     if not going:
         return 0, None, []
-    extra = {p.pid: max(0, plan.host_need_bytes(p, method) - reserve.ready_bytes(p.id)) for p in going}
+    untold = _untold(going, root, gpus) if method != "pool" else {}
+    needs = {p.pid: plan.host_need_bytes(p, method) + untold.get(p.pid, 0) for p in going}
+    needed = sum(needs.values())
+    extra = {p.pid: max(0, needs[p.pid] - reserve.ready_bytes(p.id)) for p in going}
     rooms = _rooms(extra, root)
-    short = _short(rooms, "the image needs {} of host memory, {} leaves {}")
+    who = f" (NVML does not tell what pid {next(iter(untold))} holds; no more than is used on its GPUs)" if untold else ""
+    short = _short(rooms, f"the image needs {'up to ' if untold else ''}{{}} of host memory{who}, {{}} leaves {{}}")
     ray = host.ray_monitor(going[0].pid, root)
     if ray is not None and ray.would_kill(sum(extra.values())):
         short.append(
@@ -35,6 +40,20 @@ def for_images(members: Sequence[GpuProcess], method: str, root: Path) -> tuple[
         )
     tightest = min((r for r, _ in rooms), key=lambda r: r.available_bytes, default=None)
     return needed, tightest, short
+
+
+def _untold(going: Sequence[GpuProcess], root: Path, gpus: Callable[[], Sequence[Gpu]]) -> dict[int, int]:
+    """What members hold at most of which NVML does not tell, together, under the pid of the first of them: what is used on their GPUs and
+    no other member has. In a pid namespace it may not list them, or by the numbers of another one."""
+    listed = host.pid_namespace_is_host(root)
+    silent = [p for p in going if not p.along and (any(g.nbytes is None for g in p.gpus) or not (p.gpus or listed))]
+    if not silent:
+        return {}
+    on = {g.uuid for p in silent for g in p.gpus} if all(p.gpus for p in silent) else {g.uuid for g in gpus()}
+    used = sum(g.total_bytes - g.free_bytes for g in gpus() if g.uuid in on and g.total_bytes and g.free_bytes is not None)
+    told = sum(g.nbytes or 0 for p in going for g in p.gpus if g.uuid in on)
+    nbytes = max(0, used - told)
+    return {silent[0].pid: nbytes + nbytes // 64}
 
 
 def for_comms(extra: Mapping[int, int], root: Path) -> list[Hazard]:

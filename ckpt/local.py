@@ -165,7 +165,7 @@ class LocalWorld:
 
     def host_room(self, members: Sequence[GpuProcess], method: str) -> tuple[int, HostRoom | None, list[Hazard]]:
         """As in :func:`gpuckpt.host_room.for_images`."""
-        return host_room.for_images(members, method, self.root)
+        return host_room.for_images(members, method, self.root, self.devices.gpus)
 
     def void(self) -> list[Record]:
         """The records of earlier boots, each once; image files that they name are removed."""

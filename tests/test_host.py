@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from gpuckpt import host_room
 from gpuckpt.inspect import host
-from gpuckpt.model import GIB, HostRoom
+from gpuckpt.model import GIB, Gpu, GpuBytes, GpuProcess, HostRoom, ProcessId, State
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -116,6 +117,29 @@ def test_version_2_beside_version_1(tmp_path: Path) -> None:
     lay(tmp_path, {"proc/meminfo": meminfo(64, 50), "proc/7/cgroup": "3:cpuset:/\n0::/a"})
     v2(tmp_path, "/a", "sys/fs/cgroup/unified", max=2 * GIB)
     assert host.host_room(7, tmp_path) == HostRoom(2 * GIB, "memory.max of /a")
+
+
+def test_what_nvml_does_not_tell_is_not_nothing(tmp_path: Path) -> None:
+    """In a pid namespace it may list nobody that is there, and with vGPU or MIG no bytes: at most it is all that is used on the GPUs."""
+    lay(tmp_path, {"proc/meminfo": meminfo(128, 64)})
+    gpus = (Gpu("GPU-a", 0, "", 80 * GIB, 0), Gpu("GPU-b", 1, "", 80 * GIB, 40 * GIB))
+
+    def looked(*held: tuple[GpuBytes, ...], method: str = "driver") -> tuple[float, list[str]]:
+        members = [GpuProcess(ProcessId(n, 1), "serve", 0, State.RUNNING, on, 0, False) for n, on in enumerate(held, 7)]
+        needed, _, short = host_room.for_images(members, method, tmp_path, lambda: gpus)
+        return needed / GIB, [h.message for h in short]
+
+    (needed, said) = looked((GpuBytes("GPU-a", None),))
+    assert 80 < needed < 83
+    assert "up to" in said[0]
+    assert "pid 7" in said[0]
+    assert looked((GpuBytes("GPU-b", None),))[1] == []
+    assert looked((GpuBytes("GPU-b", 30 * GIB),), (GpuBytes("GPU-b", None),))[0] < 43, "30 of them are known"
+    assert looked((GpuBytes("GPU-a", None),), method="pool")[0] < 1
+    assert looked(())[0] < 1, "who is not listed holds nothing"
+    (tmp_path / "proc/self/ns").mkdir(parents=True)
+    (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026532210]")
+    assert looked(())[0] > 120, "but for a container"
 
 
 def test_nothing_can_be_read(tmp_path: Path) -> None:

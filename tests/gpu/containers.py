@@ -26,6 +26,7 @@ r = Results("containers")
 yama = Path("/proc/sys/kernel/yama/ptrace_scope")
 r.note("yama", yama.read_text().strip() if yama.exists() else None)
 table: dict[str, str] = {}
+seen: dict[str, list[int | None]] = {}  # by layout: bytes of the target, as NVML tells them there
 
 
 def inside(pid: int) -> int:
@@ -52,6 +53,8 @@ def layout(name: str, prefix: list[str], pid: int, owner: int | None = None) -> 
         os.chown(state, owner, owner)
     down = command(prefix, state, "suspend", pid)
     left = used_mib()
+    seen[name] = [g["bytes_before"] for p in down.get("processes", []) for g in p["gpus"]]  # none: NVML lists it not, or by another number
+    r.note("gpu_bytes_seen", seen)
     error = down.get("error")
     if down["ok"]:
         up = command(prefix, state, "resume", pid)
