@@ -19,7 +19,7 @@ def for_images(
     going = [p for p in members if p.state is not State.CHECKPOINTED and not (p.state is State.DISARMED and method == "pool")]
     if not going:
         return 0, None, []
-    untold = _untold(going, root, gpus) if method != "pool" else {}
+    untold = _untold(going, method, root, gpus) if method != "pool" else {}
     needs = {p.pid: plan.host_need_bytes(p, method) + untold.get(p.pid, 0) for p in going}
     needed = sum(needs.values())
     extra = {p.pid: max(0, needs[p.pid] - reserve.ready_bytes(p.id)) for p in going}
@@ -42,9 +42,10 @@ def for_images(
     return needed, tightest, short
 
 
-def _untold(going: Sequence[GpuProcess], root: Path, gpus: Callable[[], Sequence[Gpu]]) -> dict[int, int]:
-    """What members hold at most of which NVML does not tell, together, under the pid of the first of them: what is used on their GPUs and
-    no other member has. In a pid namespace it may not list them, or by the numbers of another one."""
+def _untold(going: Sequence[GpuProcess], method: str, root: Path, gpus: Callable[[], Sequence[Gpu]]) -> dict[int, int]:
+    """What members hold at most of which nothing tells, together, under the pid of the first of them: what is used on their GPUs, but for
+    what NVML says of members, and what their own allocators have and move. In a pid namespace NVML may not list them, or by the numbers of
+    another one."""
     listed = host.pid_namespace_is_host(root)
     silent = [p for p in going if not p.along and (any(g.nbytes is None for g in p.gpus) or not (p.gpus or listed))]
     if not silent:
@@ -52,6 +53,7 @@ def _untold(going: Sequence[GpuProcess], root: Path, gpus: Callable[[], Sequence
     on = {g.uuid for p in silent for g in p.gpus} if all(p.gpus for p in silent) else {g.uuid for g in gpus()}
     used = sum(g.total_bytes - g.free_bytes for g in gpus() if g.uuid in on and g.total_bytes and g.free_bytes is not None)
     told = sum(g.nbytes or 0 for p in going for g in p.gpus if g.uuid in on)
+    told += sum(p.movable.nbytes for p in silent if p.movable and method != "driver")
     nbytes = max(0, used - told)
     return {silent[0].pid: nbytes + nbytes // 64}
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpuckpt import host_room
 from gpuckpt.inspect import host
-from gpuckpt.model import GIB, Gpu, GpuBytes, GpuProcess, HostRoom, ProcessId, State
+from gpuckpt.model import GIB, Gpu, GpuBytes, GpuProcess, HostRoom, Movable, ProcessId, State
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,6 +140,10 @@ def test_what_nvml_does_not_tell_is_not_nothing(tmp_path: Path) -> None:
     (tmp_path / "proc/self/ns").mkdir(parents=True)
     (tmp_path / "proc/self/ns/pid").symlink_to("pid:[4026532210]")
     assert looked(())[0] > 120, "but for a container"
+    server = GpuProcess(ProcessId(7, 1), "serve", 0, State.RUNNING, (), 0, False, movable=Movable(4 * GIB, 110 * GIB))
+    by_method = {m: host_room.for_images([server], m, tmp_path, lambda: gpus)[0] / GIB for m in ("driver", "auto")}
+    assert by_method["driver"] > 120
+    assert by_method["auto"] < 15, "what is dropped takes none"
 
 
 def test_nothing_can_be_read(tmp_path: Path) -> None:
