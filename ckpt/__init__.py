@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpuckpt.model import Report
     from gpuckpt.overview import Overview
     from gpuckpt.supervisor.lease import Lease
-    from gpuckpt.walk import Progress
+    from gpuckpt.telling import Progress
 
 __all__ = ["is_suspended", "lease", "recover", "resume", "status", "suspend"]
 
@@ -91,7 +91,7 @@ def suspend(
     dry_run
         Nothing is touched: ``details["plan"]`` of the report has what would be done, and under "refused" why it would not.
     tell
-        Called with a :class:`gpuckpt.walk.Progress` while driver calls run.
+        Called with a :class:`gpuckpt.telling.Progress` while driver calls run.
 
     Raises
     ------

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpuckpt.errors import Busy
 from gpuckpt.inspect import processes
 
 
@@ -64,6 +65,17 @@ def left_behind(path: str) -> bool | None:
     finally:
         os.close(fd)
     return None if taker is None else processes.read(taker) is None
+
+
+def busy(fd: int, name: str, describe: Callable[[int], str]) -> Busy:
+    """Words for who holds *fd*'s file, which stands for *name*; *describe* words a pid."""
+    taker = holder(fd)
+    if taker is not None and processes.read(taker) is not None:
+        what = f"{describe(taker)} is at work on {name}"
+    else:
+        taker, what = None, f"a driver call that an earlier gpuckpt began is still under way on {name}"
+    hint = "wait for it, or give a longer --timeout (gpuckpt status shows what it does)"
+    return Busy(f"{what}; nothing was touched by us", hint=hint, pid=taker)
 
 
 def holder(fd: int) -> int | None:

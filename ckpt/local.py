@@ -386,16 +386,7 @@ class LocalWorld:
         if len(self._signals) > signals:
             raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[-1])
         if self.now() >= until:
-            holder = claims.holder(fd)
-            if holder is not None and processes.read(holder) is not None:
-                what = f"{self.describe(holder)} is at work on {name}"
-            else:
-                holder, what = None, f"a driver call that an earlier gpuckpt began is still under way on {name}"
-            raise errors.Busy(
-                f"{what}; nothing was touched by us",
-                hint="wait for it, or give a longer --timeout (gpuckpt status shows what it does)",
-                pid=holder,
-            )
+            raise claims.busy(fd, name, self.describe)
         self.wait((), min(until, self.now() + _POLL_S))
 
 

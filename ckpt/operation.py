@@ -21,8 +21,6 @@ from gpuckpt.walk import Failure
 
 #: How long a roll-back waits for room on its GPUs before it leaves the processes suspended, in seconds.
 UNDO_WAIT_S = 30.0
-#: Bytes that a GPU may differ by NVML's own rounding before they count as retained.
-RETAINED_LEAST_BYTES = 64 << 20
 
 
 class Operation(Reporting):
@@ -275,31 +273,6 @@ class Operation(Reporting):
                 f"pid {process} ended while its group was being locked; nothing was checkpointed", pid=process.pid, step="re-inspect"
             )
         self.refuse_hazards((h for h in inventory.hazards if h.kind == "host-memory"), "re-inspect")  # others may have taken it since
-
-    def _verify(self) -> None:
-        """NVML must agree that the bytes are gone. What stayed is told, and counted at resume."""
-        assert self.record is not None
-        until = self.world.now() + 1.0
-        while True:
-            used, others = self.usage()
-            retained = {}
-            for uuid, held in self.group_before.items():
-                if uuid in used and uuid in self.used_before:
-                    drift = others.get(uuid, 0) - self.others_before.get(uuid, 0)
-                    left = used[uuid] - (self.used_before[uuid] - held) - drift
-                    if left >= RETAINED_LEAST_BYTES:
-                        retained[uuid] = left
-            if not retained or self.world.now() >= until:
-                break
-            self.world.wait((), self.world.now() + 0.1)
-        if retained:
-            kept = {**self.record.retained, **{u: n + self.record.retained.get(u, 0) for u, n in retained.items()}}
-            self.record = dataclasses.replace(self.record, retained=kept)
-            for uuid, nbytes in retained.items():
-                self.warnings.append(
-                    f"{nbytes / 2**20:.0f} MiB stayed on {uuid} although the group is suspended: memory exported to another process or an "
-                    "open file descriptor (cuMemExportToShareableHandle). A resume needs room for it once more"
-                )
 
     def _refuse_the_dead(self) -> None:
         """One that ended after its own call, while others were at theirs, say: the group is not what was to be suspended."""

@@ -10,7 +10,7 @@ from gpuckpt.errors import GpuckptError
 from gpuckpt.journal import Record
 from gpuckpt.model import Call, ProcessId, Report, State, Status
 from gpuckpt.operation import Operation
-from gpuckpt.walk import Progress
+from gpuckpt.telling import Progress
 from gpuckpt.words import word
 from gpuckpt.world import World
 

@@ -14,6 +14,8 @@ from gpuckpt.method import suspended
 from gpuckpt.model import GpuReport, Inventory, ProcessReport, Report, State, Status
 from gpuckpt.words import HELD, word
 
+#: Bytes that a GPU may differ by NVML's own rounding before they count as retained.
+RETAINED_LEAST_BYTES = 64 << 20
 #: From how many suspends in a row on, each of which left so many bytes more than the one before, it is told.
 GROWING_LEAST, GROWING_LEAST_BYTES = 4, 1 << 20
 
@@ -41,7 +43,32 @@ def stays(told: Sequence[Mapping[str, Any]], held_bytes: int) -> tuple[Mapping[s
 
 
 class Reporting(Group):
-    """The end of a command: its report, and a line in the audit log."""
+    """The end of a command: what stayed on the GPUs, its report, and a line in the audit log."""
+
+    def _verify(self) -> None:
+        """NVML must agree that the bytes are gone. What stayed is told, and counted at resume."""
+        assert self.record is not None
+        until = self.world.now() + 1.0
+        while True:
+            used, others = self.usage()
+            retained = {}
+            for uuid, held in self.group_before.items():
+                if uuid in used and uuid in self.used_before:
+                    drift = others.get(uuid, 0) - self.others_before.get(uuid, 0)
+                    left = used[uuid] - (self.used_before[uuid] - held) - drift
+                    if left >= RETAINED_LEAST_BYTES:
+                        retained[uuid] = left
+            if not retained or self.world.now() >= until:
+                break
+            self.world.wait((), self.world.now() + 0.1)
+        if retained:
+            kept = {**self.record.retained, **{u: n + self.record.retained.get(u, 0) for u, n in retained.items()}}
+            self.record = dataclasses.replace(self.record, retained=kept)
+            for uuid, nbytes in retained.items():
+                self.warnings.append(
+                    f"{nbytes / 2**20:.0f} MiB stayed on {uuid} although the group is suspended: memory exported to another process or an "
+                    "open file descriptor (cuMemExportToShareableHandle). A resume needs room for it once more"
+                )
 
     def _with_report(self, error: GpuckptError) -> GpuckptError:
         error.report = self._report(ok=False, error=error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,8 @@ from gpuckpt.driver.api import CallError
 from gpuckpt.errors import GpuckptError
 from gpuckpt.inspect import ranks
 from gpuckpt.journal import Record
-from gpuckpt.model import Call, Hazard, Outcome, ProcessId, ProcessReport, Rank, Report, State, Status, Step
+from gpuckpt.model import Call, Outcome, ProcessId, Rank, State, Status
+from gpuckpt.telling import Progress, Telling
 from gpuckpt.words import let_go
 from gpuckpt.world import Claim, Pending, World, usage
 
@@ -28,16 +29,6 @@ BEREFT_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Told while driver calls run: the step, and the bytes on the group's GPUs now and at the start of the operation."""
-
-    step: str
-    message: str = ""
-    bytes_now: int | None = None
-    bytes_start: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Failure:
     """``dropped``: nothing is the matter with *process*; another one was not ready for what they do together."""
 
@@ -46,7 +37,7 @@ class Failure:
     dropped: bool = False
 
 
-class Walk:
+class Walk(Telling):
     """What the commands of :mod:`gpuckpt.operation` stand on. ``now`` is each process's state, ``record`` what the journal says."""
 
     def __init__(
@@ -61,23 +52,16 @@ class Walk:
         barrier: Barrier | None = None,
     ) -> None:
         """*tell* hears of each step; with *watch* of the bytes on the GPUs too, four times a second. *barrier*: the other hosts."""
-        self.world = world
-        self.command = command
+        super().__init__(world, command, tell)
         self.accept = accept
         self.barrier: Barrier = barrier or Alone()
-        self.steps: list[Step] = []
-        self._seconds: dict[int, float] = {}  # of the calls of the step that is under way, by pid
-        self.warnings: list[str] = []
-        self.hazards: tuple[Hazard, ...] = ()
         self.method = "auto"  # of a suspend (``method.py``)
         self.taken: dict[str, Any] = {}  # which way that takes, and why
         self.keep_comms = False  # communicators stay as they are: the driver has no part in this, and they cannot be suspended
         self.record: Record | None = None
         self.now: dict[ProcessId, State] = {}
         self.unheard: set[ProcessId] = set()  # those that their agents hold, which do not answer
-        self._tell = tell
         self._watch = watch and tell is not None
-        self._begun = world.now()
         self.deadline = Deadline(self._begun, timeout_s)
         self.claims: list[Claim] = []
         self.guards: dict[ProcessId, Pending] = {}
@@ -344,40 +328,20 @@ class Walk:
         """What the members held on their GPUs when they were found."""
         return sum(g.nbytes or 0 for m in self.record.members for g in m.gpus) if self.record else 0
 
+    def moved(self) -> tuple[int | None, int | None]:
+        if not self._watch or self.record is None:
+            return None, None
+        on = {g.uuid for m in self.record.members for g in m.gpus}
+        now = None
+        with suppress(GpuckptError):  # a bar without its figure, and no more: calls are under way
+            used, others = self.usage()
+            now = sum(max(0, used.get(u, 0) - others.get(u, 0)) for u in on)
+        return now, self.nbytes
+
     def check_interruption(self) -> None:
         if self.world.interruptions:
             signum = self.world.interruptions[0]
             raise errors.Interrupted("interrupted; everything is as it was found", signum=signum)
-
-    def seconds(self) -> float:
-        return self.world.now() - self._begun
-
-    def say(self, step: str, message: str = "") -> None:
-        if self._tell is None:
-            return
-        now = start = None
-        if self._watch and self.record is not None and not message:
-            on = {g.uuid for m in self.record.members for g in m.gpus}
-            start = self.nbytes
-            with suppress(GpuckptError):  # a bar without its figure, and no more: calls are under way
-                used, others = self.usage()
-                now = sum(max(0, used.get(u, 0) - others.get(u, 0)) for u in on)
-        self._tell(Progress(str(step), message, now, start))
-
-    @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        begun = self.world.now()
-        self.say(name)
-        try:
-            yield
-        finally:
-            self.steps.append(Step(str(name), round(self.world.now() - begun, 4), self._seconds))
-            self._seconds = {}
-
-    def report(self, rows: Iterable[ProcessReport], *, ok: bool = True, **more: Any) -> Report:
-        """The report of this command with *rows*, and what has been said and measured so far."""
-        told = tuple(self.steps), self.hazards, tuple(self.warnings)
-        return Report(self.command, ok, self.world.simulated, tuple(rows), self.seconds(), *told, **more)
 
     @contextmanager
     def holding(self, targets: Sequence[int]) -> Iterator[None]:
@@ -395,11 +359,6 @@ class Walk:
                 guard.release()
             self.guards.clear()
             self.release()
-
-    def audit(self, pids: Sequence[int], outcome: str, **more: Any) -> None:
-        self.world.journal.audit(
-            command=self.command, by=self.world.user, pids=list(pids), outcome=outcome, seconds=round(self.seconds(), 3), **more
-        )
 
     def release(self) -> None:
         for claim in reversed(self.claims):

@@ -44,7 +44,7 @@ def play(simulate: bool, gib: float, timeout_s: float | None, say: Any) -> Repor
     with _stage(simulate, say) as simulated, _target(simulated, gib) as target:
         from gpuckpt import resume, suspend
         from gpuckpt.early import devices
-        from gpuckpt.operation import RETAINED_LEAST_BYTES
+        from gpuckpt.reporting import RETAINED_LEAST_BYTES
 
         listed = target.pid in devices().processes()  # a container's processes may not be, or by other numbers
 

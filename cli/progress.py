@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpuckpt.walk import Progress
+    from gpuckpt.telling import Progress
 
 MOVING = {"checkpoint": "leaving the GPU", "restore": "returning to the GPU"}
 

@@ -69,7 +69,7 @@ def _operate(
     from gpuckpt.group import as_found
     from gpuckpt.operation import Operation
     from gpuckpt.supervisor.reserve import ReservingWorld
-    from gpuckpt.walk import Progress
+    from gpuckpt.telling import Progress
 
     reserving = ReservingWorld(command, reserved, host_left, lambda nbytes: _tell(Progress("host-memory", str(nbytes))), start)
     with reserving as world, world.interruptible():
