@@ -12,10 +12,17 @@ import pytest
 import gpuckpt.pool as pool
 from gpuckpt.agent import vllm_memory, vllm_pool
 from gpuckpt.agent.memory import PoolMemory
+from gpuckpt.agent.server import Agent
 from tests.pool_machine import GRANULARITY, OUT_OF_MEMORY, Gpu
 from tests.pool_torch import Graph, Torch, gpu, torch, under, where
 
 __all__ = ["gpu", "torch"]
+
+
+def offload(memory: Any) -> dict[str, Any]:
+    """As an agent does it: HalfWayError, if what failed cannot be taken back."""
+    agent: Any = SimpleNamespace(memory=memory)
+    return Agent._offload(agent)
 
 
 def worker(cache_dtype: str = "auto", **config: object) -> SimpleNamespace:
@@ -74,6 +81,40 @@ def test_a_failure_can_be_tried_again(gpu: Gpu, torch: Torch, what: str) -> None
     memory.onload()
     assert [t.content() for t in made] == content
     assert set(where().values()) == {"gpu"}
+
+
+@pytest.mark.parametrize("kind", ["program", "vLLM"])
+def test_a_program_that_stands_inside_a_tag_goes_on(gpu: Gpu, torch: Torch, kind: str) -> None:
+    """Nothing has left, so nothing has to come back: or it would stand there for ever, inside its tag."""
+    memory: Any = PoolMemory() if kind == "program" else vllm_memory.InPool(worker())
+    memory.announce(True)
+    memory.forgotten = True
+    weights = under(torch, "weights", b"w" * 100)
+    with pool.tag("runtime"), pytest.raises(pool.PoolError, match=r"is inside the tag 'runtime'\. Everything is as it was"):
+        offload(memory)
+    assert where() == {"weights": "gpu"}
+    assert weights.content().startswith(b"w" * 100)
+
+
+@pytest.mark.parametrize("level", [("weights",), ()])
+def test_a_server_that_its_own_call_put_to_sleep_meanwhile_sleeps_on(gpu: Gpu, torch: Torch, level: tuple[str, ...]) -> None:
+    """Between the look at it and the step in which it stands."""
+    allocator, made = vllm_pool.PoolAllocator(pool), []
+    for tag in ("weights", "kv_cache"):
+        with allocator.use_memory_pool(tag=tag):
+            made.append(torch.empty(GRANULARITY))
+    memory = vllm_memory.InPool(worker())
+    assert memory.describe() is not None
+    allocator.sleep(offload_tags=level)
+    asleep = where()
+    memory.announce(True)
+    memory.forgotten = True
+    with pytest.raises(RuntimeError, match="by its own endpoint meanwhile"):
+        offload(memory)
+    assert where() == asleep
+    allocator.wake_up(None)
+    assert memory.describe() is not None
+    assert made
 
 
 def test_graphs_released_before_and_captured_anew_after(gpu: Gpu, torch: Torch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from gpuckpt.inspect import host
 from gpuckpt.model import HostRoom
 from gpuckpt.pool.allocator import TAGS, NoGpuMemory, NoHostMemory, PoolError
-from tests.pool_machine import GARBAGE, GRANULARITY, NOT_PERMITTED, Gpu
+from tests.pool_machine import GARBAGE, GRANULARITY, NOT_PERMITTED, OUT_OF_MEMORY, Gpu
 
 MIB = 1 << 20
 OFFLOAD = {"weights": "offload"}
@@ -201,6 +201,17 @@ def test_out_of_gpu_memory_in_mid_wake_and_again(gpu: Gpu) -> None:
     gpu.capacity(10 * GRANULARITY)
     gpu.pool.wake({"weights"})
     assert all(gpu.read(a, len(c)) == c for a, c in blocks)
+
+
+def test_no_gpu_memory_for_what_a_sleep_copies_with(gpu: Gpu) -> None:
+    address, content = filled(gpu, "weights")
+    gpu.fail_in("cuStreamCreate", 2, OUT_OF_MEMORY)  # the first is for the fingerprints, which it can do without
+    with pytest.raises(NoGpuMemory, match=r"no room for what copying takes \(cuStreamCreate\)\. What was awake is awake\..* sleep again"):
+        gpu.pool.sleep(OFFLOAD)
+    assert {s.where for s in gpu.pool.stats()} == {"gpu"}
+    gpu.pool.sleep(OFFLOAD)
+    gpu.pool.wake({"weights"})
+    assert gpu.read(address) == content
 
 
 def test_out_of_gpu_memory_in_an_allocation(gpu: Gpu) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -164,6 +165,8 @@ def test_nothing_is_allocated_under_a_tag_that_sleeps(gpu: Gpu, torch: Torch) ->
 
 def test_nobody_sleeps_while_a_thread_is_inside_a_tag(gpu: Gpu, torch: Torch) -> None:
     inside, go = threading.Event(), threading.Event()
+    lasting(torch, "kv_cache")
+    pool.sleep()
 
     def load() -> None:
         with pool.tag("weights"):
@@ -173,9 +176,10 @@ def test_nobody_sleeps_while_a_thread_is_inside_a_tag(gpu: Gpu, torch: Torch) ->
     thread = threading.Thread(target=load, name="loader")
     thread.start()
     assert inside.wait(20)
-    for call in (pool.sleep, pool.wake, pool.trim):
+    for call in (pool.sleep, partial(pool.wake, "kv_cache"), pool.trim):
         with pytest.raises(PoolError, match=r"thread 'loader' is inside the tag 'weights'\. Everything is as it was"):
             call()
+    assert pool.wake("weights").tags == {}, "nothing of it sleeps"
     go.set()
     thread.join()
     pool.sleep()
@@ -337,6 +341,10 @@ def test_ranks_that_sleep_by_calls_of_their_own_meet_before_and_after(gpu: Gpu, 
     with pool.tag("runtime"), pytest.raises(PoolError, match="inside the tag"):
         pool.sleep(barrier=lambda: met.append("too early"))
     assert met[6:] == ["too early"] * 2
+    for call in (partial(pool.sleep, offload=("mine",)), partial(pool.sleep, 3), partial(pool.wake, ("mine",))):
+        with pytest.raises(ValueError, match=r"no tag mine|no level 3"):  # a tag that the other ranks may have
+            call(barrier=lambda: met.append("refused"))
+    assert met[8:] == ["refused"] * 6
 
 
 def test_a_barrier_that_fails_is_not_met_again(gpu: Gpu, torch: Torch) -> None:

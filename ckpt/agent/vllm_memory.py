@@ -63,7 +63,7 @@ class SleepMode:
         self.worker = worker
         self.wanted = False  # an offload follows the visit that was announced last
         self.forgotten = False  # the engine says of this visit that it has forgotten what is in the KV cache
-        self._dropped = False
+        self._taken = self._dropped = False  # by an offload that began, and has not come back
 
     def describe(self) -> dict[str, Any] | None:
         tags = self.tags()
@@ -88,16 +88,16 @@ class SleepMode:
             )
         names = {t["tag"] for t in seen["tags"]}
         dropped = names & {KV_CACHE} if drops else set()
-        self._dropped = bool(dropped)
+        self._taken, self._dropped = True, bool(dropped)
         self._sleep(names - dropped, dropped)
         return {"kept_bytes": seen["kept_bytes"], "dropped_bytes": seen["dropped_bytes"]}
 
     def onload(self) -> None:
-        self._wake()
-        if self._dropped:
-            if tell := getattr(self.worker.model_runner, TOLD, None):
-                tell()
-            self._dropped = False
+        if self._taken:  # else what sleeps was put to sleep by its own endpoint
+            self._wake()
+        if self._dropped and (tell := getattr(self.worker.model_runner, TOLD, None)):
+            tell()
+        self._taken = self._dropped = False
 
     def _drops(self) -> bool:
         config = self.worker.vllm_config

@@ -116,25 +116,25 @@ def sleep(
         NoHostMemory: and all is awake that was.
         PoolError: some thread is inside a tag, or the driver failed.
     """
-    if level not in _LEVELS:
-        raise ValueError(f"no level {level!r}: 1 keeps weights, 2 drops them")
-    keep, drop = _names(offload), _names(discard)
-    if both := keep & drop:
-        raise ValueError(f"to be offloaded and discarded: {', '.join(sorted(both))}")
-    _refuse_unknown(keep)
-    _refuse_discard(drop)
     tags = _ours()
-    if tags is None:
-        with _meeting(barrier):
+    with _meeting(barrier) as meet:
+        if level not in _LEVELS:
+            raise ValueError(f"no level {level!r}: 1 keeps weights, 2 drops them")
+        keep, drop = _names(offload), _names(discard)
+        if both := keep & drop:
+            raise ValueError(f"to be offloaded and discarded: {', '.join(sorted(both))}")
+        _refuse_unknown(keep)
+        _refuse_discard(drop)
+        if tags is None:
             return Moved(0.0, 0, 0, 0)
-    if discard is None:
-        drop = _LEVELS[level] - keep
-    begun = time.perf_counter()
-    with _meeting(barrier) as meet, tags.still("sleep"):
-        tags.settle()
-        settled = time.perf_counter()
-        meet()
-        moved = tags.allocator.sleep({t: "discard" if t in drop else "offload" for t in tags.allocator.tags})
+        if discard is None:
+            drop = _LEVELS[level] - keep
+        begun = time.perf_counter()
+        with tags.still("sleep"):
+            tags.settle()
+            settled = time.perf_counter()
+            meet()
+            moved = tags.allocator.sleep({t: "discard" if t in drop else "offload" for t in tags.allocator.tags})
     phases = {"settle": settled - begun, **moved.phases}
     return dataclasses.replace(moved, seconds=time.perf_counter() - begun, phases=phases)
 
@@ -163,16 +163,16 @@ def wake(tags: Iterable[str] | None = None, *, barrier: Callable[[], object] | N
         NoGpuMemory: and all sleeps that slept; free memory and call again.
         PoolError: likewise.
     """
-    wanted = set(_known()) if tags is None else _names(tags) | (set(_known()) - {WEIGHTS, KV_CACHE})
-    _refuse_unknown(wanted)
     ours = _ours()
-    if ours is None:
-        with _meeting(barrier):
+    with _meeting(barrier) as meet:
+        wanted = set(_known()) if tags is None else _names(tags) | (set(_known()) - {WEIGHTS, KV_CACHE})
+        _refuse_unknown(wanted)
+        if ours is None or not wanted & ours.asleep():  # also where a thread inside a tag, which made a sleep be refused, is there still
             return Moved(0.0, 0, 0, 0)
-    begun = time.perf_counter()
-    with _meeting(barrier) as meet, ours.still("wake"):
-        meet()
-        moved = ours.allocator.wake(wanted)
+        begun = time.perf_counter()
+        with ours.still("wake"):
+            meet()
+            moved = ours.allocator.wake(wanted)
     return dataclasses.replace(moved, seconds=time.perf_counter() - begun)
 
 

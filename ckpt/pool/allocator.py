@@ -33,7 +33,7 @@ class NoHostMemory(PoolError):
 
 
 class NoGpuMemory(PoolError):
-    """GPU memory is short for a wake: all that slept sleeps, its bytes in host memory. Free some, and call again."""
+    """GPU memory is short for a wake, or for what a sleep copies with: all is as it was. Free some, and call again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Allocator:
         if short:
             raise NoHostMemory(
                 f"pid {os.getpid()}: a sleep takes {wanted / _GIB:.2f} GiB of host memory more, and {short}. "
-                "Everything is awake, as it was. Discard more tags, or give memory back, and call again"
+                "What was awake is awake. Discard more tags, or give memory back, and call again"
             )
 
     def _move(self, call: ctypes._NamedFuncPointer, tags: ctypes.Array[ctypes.c_uint8], verb: str) -> Moved:
@@ -228,16 +228,18 @@ class Allocator:
         gpu = f"GPU {moved.device}" if moved.device >= 0 else "the GPU"
         if moved.failure == _FORKED:
             return PoolError(f"{me} is a forked child: the pool's memory is its parent's, which alone can make it {verb}")
+        as_it_was, less = (
+            ("What was awake is awake", ", or discard more tags")
+            if verb == "sleep"
+            else ("All that slept sleeps, its bytes in host memory", "")
+        )
         if moved.failure == _NO_GPU_MEMORY:
-            return NoGpuMemory(
-                f"{me}: {gpu} has no room for a block of {gib:.2f} GiB ({call}). All that slept sleeps, its bytes are in host memory. "
-                "Free GPU memory, and wake again"
-            )
+            what = f"a block of {gib:.2f} GiB" if moved.wanted else "what copying takes"
+            return NoGpuMemory(f"{me}: {gpu} has no room for {what} ({call}). {as_it_was}. Free GPU memory, and {verb} again")
         if moved.failure == _NO_HOST_MEMORY:
-            return NoHostMemory(
-                f"{me}: no host memory for {gib:.2f} GiB ({call}: {os.strerror(moved.result) if moved.result else 'refused'}). "
-                "What was awake is awake. Free host memory, or discard more tags, and call again"
-            )
+            what = f"{gib:.2f} GiB" if moved.wanted else "the list of what moves"
+            why = os.strerror(moved.result) if moved.result else "refused"
+            return NoHostMemory(f"{me}: no host memory for {what} ({call}: {why}). {as_it_was}. Free host memory{less}, and {verb} again")
         if moved.failure == _LEAVING:
             return PoolError(f"{me} is ending: its pool does not {verb} any more")
         return PoolError(
