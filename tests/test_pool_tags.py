@@ -291,7 +291,7 @@ def test_wanted_but_impossible(torch: Torch, monkeypatch: pytest.MonkeyPatch, la
     """One warning names what is missing; the program runs on with torch's own memory."""
     lack(torch, monkeypatch)
     with pytest.warns(RuntimeWarning, match=f"gpuckpt.pool does nothing here: .*{words}"):
-        pool.tag("weights")
+        assert not pool.ready()
     with pool.tag("weights"), pool.tag("kv_cache"):  # a second one would be an error
         tensor = torch.empty(GRANULARITY)
     assert (pool.active(), pool.stats(), torch.routes, torch.pools) == (False, (), [], {})
@@ -320,7 +320,7 @@ def test_nccl_does_not_register_the_memory_of_graphs(
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     if said is not None:
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", said)
-    pool.tag("weights")
+    assert pool.ready()
     pool.tag("weights")
     assert os.environ["NCCL_GRAPH_REGISTER"] == then
     assert ["NCCL_GRAPH_REGISTER=1 is kept" in str(w.message) for w in recwarn] == [True] * (said == "1")
@@ -393,6 +393,16 @@ def test_importing_it_imports_no_torch_and_leaves_the_environment_alone() -> Non
         print("torch" in sys.modules, before == dict(os.environ))
     """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["False", "True"]
+
+
+@pytest.mark.parametrize(("wanted", "said"), [("1", ["gpuckpt.pool does nothing here: torch cannot be imported"]), ("0", [])])
+def test_a_program_that_wants_it_hears_at_its_start_what_is_missing(wanted: str, said: list[str]) -> None:
+    """And has its agent all the same."""
+    code = "import sys; sys.modules['torch'] = None; import gpuckpt.agent as a; a.install(pool=True); assert a._agent"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "GPUCKPT_POOL": wanted}, capture_output=True, text=True, check=True
+    )
+    assert [line.partition("RuntimeWarning: ")[2].partition(". ")[0] for line in ran.stderr.splitlines() if "Warning" in line] == said
 
 
 def test_the_doctor_tells_who_has_it_and_that_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

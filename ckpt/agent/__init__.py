@@ -34,9 +34,11 @@ def install(
     summon: Callable[[int], None] | None = None,
     safe_point: str = "gpuckpt.agent.checkpoint_here()",
     memory: Memory | None = None,
+    pool: bool = False,
 ) -> None:
     """Start this process's agent; a second call does nothing. *communicators*: by default, those of torch and vLLM. *memory*: what
-    can leave the GPU ahead of the driver's copy; by default what is in ``gpuckpt.pool``.
+    can leave the GPU ahead of the driver's copy; by default what is in ``gpuckpt.pool``. *pool*: make that ready now, before the first tag
+    does (:func:`gpuckpt.pool.ready`); where it cannot be, one warning says why.
 
     A program whose loop sleeps gives *summon*, which makes it come to its safe point: it is called on the agent's thread, with the number
     of the visit that is wanted, and with 0 when none is any more. *safe_point* is what a person calls that point.
@@ -46,6 +48,10 @@ def install(
     global _agent  # noqa: PLW0603 - one a process, as a process has one GPU state
     if _agent is not None:
         return
+    if pool:
+        from gpuckpt.pool import ready
+
+        ready()
     from gpuckpt.agent import protocol
     from gpuckpt.agent.memory import PoolMemory
     from gpuckpt.agent.nccl import NcclCommunicators

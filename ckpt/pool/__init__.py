@@ -42,6 +42,7 @@ __all__ = [
     "drop_graphs",
     "graph_pool",
     "problem",
+    "ready",
     "sleep",
     "stats",
     "tag",
@@ -56,6 +57,12 @@ _LEVELS = {1: {KV_CACHE}, 2: {KV_CACHE, WEIGHTS}}  # what each drops
 
 _tags: Tags | None = None
 _lock = threading.Lock()
+
+
+def ready() -> bool:
+    """Whether tags do something in this process; where they are wanted and cannot, one warning says why. The first tag asks, too: to be
+    called before NCCL makes its first communicator, which reads then whether it may register the memory of graphs. Imports torch."""
+    return _ready() is not None
 
 
 def tag(name: str) -> contextlib.AbstractContextManager[None]:
