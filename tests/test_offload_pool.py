@@ -353,6 +353,19 @@ def test_all_who_have_the_function_by_name_get_the_pool(monkeypatch: pytest.Monk
     assert modules[1].get_mem_allocator_instance is modules[2].get_mem_allocator_instance is not get_mem_allocator_instance
 
 
+def test_expandable_segments_leave_vllm_its_own_allocator(
+    gpu: Gpu, torch: Torch, vllm: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which turns them off where it allocates: the server starts as it would without the pool."""
+    torch.settings["expandable_segments"] = True
+    with caplog.at_level(logging.WARNING, "vllm.gpuckpt"):
+        assert vllm_pool._take() is None
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith("GPUCKPT_POOL=1 has no effect, vLLM's own allocator is used: torch's expandable_segments is on")
+    assert not vllm_pool.chosen()
+    assert vllm.Platform().get_global_graph_pool() == "torch's own"
+
+
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_custom_all_reduce_that_copies_registers_nothing(
     gpu: Gpu, torch: Torch, vllm: SimpleNamespace, copies: bool, monkeypatch: pytest.MonkeyPatch

@@ -115,8 +115,10 @@ def _take() -> PoolAllocator | None:
     global _taken  # noqa: PLW0603 - one a process, as it has one GPU state
     try:
         pool = importlib.import_module("gpuckpt.pool")
-        why = pool.problem()
-    except ImportError as e:
+        if not (why := pool.problem()):
+            with pool.tag("weights"):  # it refuses expandable_segments, which vLLM's own turns off where it allocates
+                pass
+    except (ImportError, RuntimeError) as e:
         why = str(e)
     if why:
         log.warning("%s=1 has no effect, vLLM's own allocator is used: %s", VARIABLE, why)
