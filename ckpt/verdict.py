@@ -56,7 +56,7 @@ def of_agent(who: str, call: Call, process: ProcessId, outcome: Outcome) -> Gpuc
         hint = "a longer --timeout" + (", or call it in its loop" if "checkpoint_here" in outcome.message else "")
         return errors.Deadline(f"{who}: {outcome.message}; it goes on running", hint=hint, **where)
     if failed and call is Call.OFFLOAD:
-        hint = "make room in host memory; or let the driver take all of it: --method driver"
+        hint = f"see to what it says, and suspend again; or let the driver take all of it: gpuckpt suspend {process} --method driver"
         return errors.OffloadFailed(f"{who} could not take its memory off the GPU: {outcome.message}", hint=hint, **where)
     if failed and call is Call.ONLOAD:
         return errors.NotAsFound(

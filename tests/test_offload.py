@@ -147,6 +147,20 @@ def test_a_deadline_in_the_middle_of_an_offload_takes_it_back(machine: Machine) 
     assert machine.used() == ALL
 
 
+def test_a_ctrl_c_in_the_middle_of_an_offload_takes_it_back(machine: Machine) -> None:
+    """What had left comes back."""
+    target = machine.target(*POOL)
+    machine.world.add_fault("offload", delay_s=1.0)
+    running = machine.begin("suspend", target.pid, json=False)
+    eventually(lambda: not machine.faults_left(), "it begins")
+    running.signal(signal.SIGINT)
+    result = running.end()
+    assert result.code == 130, result
+    assert "stopping: a offload cannot be interrupted; waiting for it" in result.stderr
+    assert target.unharmed()
+    assert machine.used() == ALL
+
+
 def test_a_failed_checkpoint_brings_the_pool_back(machine: Machine) -> None:
     target = machine.target(*POOL)
     machine.world.add_fault("checkpoint", result="UNKNOWN")
