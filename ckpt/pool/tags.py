@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 VARIABLE = "GPUCKPT_POOL"  # "0": tags do nothing
 CUDAGRAPH = "cudagraph"
 NCCL_GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
+_OLDEST = (2, 9)  # of torch
 NAMES = re.compile(r"[a-z_]+")
 
 
@@ -39,7 +40,7 @@ def problem() -> str:
         return "torch cannot be imported"
     if not getattr(torch.version, "cuda", None):
         return f"torch {torch.__version__} is not built for CUDA"
-    if not hasattr(torch.cuda.memory, "use_mem_pool") or not hasattr(torch.cuda.memory, "CUDAPluggableAllocator"):
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < _OLDEST:
         return f"torch {torch.__version__} is too old: it takes 2.9"
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return "PYTORCH_NO_CUDA_MEMORY_CACHING is set, with which torch has no memory pools"
