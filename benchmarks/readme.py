@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tables
+import tables_floors
 import tables_image
 import tables_ranks
 from documents import ROOT, UNTESTED, machine, most, result, source
@@ -230,7 +231,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/figures.md": {"figures": tables.figures, "soak": tables.soak},
     "docs/how-it-works.md": {"added": tables.added, "growth": tables.growth, "killed": tables.killed},
     "docs/multi-gpu.md": {"tensor-parallel": tables_ranks.tensor_parallel, "awake-cost": tables_ranks.awake_cost},
-    "docs/pool.md": {"pool": tables.pool, "awake-pool": tables_ranks.awake_pool},
+    "docs/pool.md": {"pool": tables.pool, "floors": tables_floors.floors, "awake-pool": tables_ranks.awake_pool},
     "docs/security.md": {"permissions": tables.permissions, "containers": tables.containers},
     "docs/vllm.md": {"vllm-versions": tables.vllm_versions},
     "docs/what-stays.md": {"what-stays": tables.what_stays},
