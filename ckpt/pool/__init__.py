@@ -61,7 +61,8 @@ _lock = threading.Lock()
 
 def ready() -> bool:
     """Whether tags do something in this process; where they are wanted and cannot, one warning says why. The first tag asks, too: to be
-    called before NCCL makes its first communicator, which reads then whether it may register the memory of graphs. Imports torch."""
+    called before NCCL makes its first communicator, which reads then whether it may register the memory of graphs. Imports torch, and
+    initialises CUDA as ``torch.cuda.is_available()`` does: to be called by who uses a GPU, not by who forks it."""
     return _ready() is not None
 
 
