@@ -24,7 +24,7 @@ class Start:
 def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False, timeout_s: float | None = None) -> Patient:
     """The GPUs: simulated ones in the directory that ``GPUCKPT_SIMULATE`` names, else NVML's, which is loaded at the first question,
     or from now on (*warm*). An answer may take *timeout_s*, ``LEAST_S`` to ``ANSWER_S``."""
-    within_s = min(ANSWER_S, max(LEAST_S, timeout_s or ANSWER_S))
+    within_s = _within_s(timeout_s)
     if directory := environ.get("GPUCKPT_SIMULATE"):
         from gpuckpt.driver.simulated import SimulatedDevices
 
@@ -32,6 +32,10 @@ def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False, time
     from gpuckpt.driver.nvml import NvmlDevices
 
     return Patient(NvmlDevices(warm=warm), within_s)
+
+
+def _within_s(timeout_s: float | None) -> float:
+    return min(ANSWER_S, max(LEAST_S, timeout_s or ANSWER_S))
 
 
 def callers(environ: Mapping[str, str] = os.environ) -> Callers:
@@ -42,7 +46,20 @@ def callers(environ: Mapping[str, str] = os.environ) -> Callers:
     return made
 
 
+#: What was begun before its command was known to need it.
+_ahead: list[Start] = []
+
+
+def ahead() -> None:
+    """Begin now, for the first one who will ask to begin."""
+    _ahead.append(begin())
+
+
 def begin(environ: Mapping[str, str] = os.environ, *, timeout_s: float | None = None) -> Start:
     """Returns at once. What fails does so again, in words, when it is asked for. *timeout_s*: of the command."""
+    if _ahead:
+        start = _ahead.pop()
+        start.devices.within_s = _within_s(timeout_s)
+        return start
     made = callers(environ)  # first of all: it can be forked only while there is one thread and no NVML
     return Start(made, devices(environ, warm=True, timeout_s=timeout_s))

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from gpuckpt import early
+from gpuckpt.cli import entry
+from gpuckpt.driver.patient import ANSWER_S
 from gpuckpt.inspect.processes import table
 from gpuckpt.model import State
 from tests.simulated_machine import COMMAND, SIMTARGET, eventually
@@ -282,3 +285,31 @@ def test_a_child_of_the_same_shell_that_runs_gpuckpt(machine: Machine) -> None:
         assert machine.gpuckpt("resume", target.pid).code == 0
         target.communicate("quit\n")
     eventually(lambda: target.pid not in machine.world.peek().rules.processes, "the target ends")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("suspend 4242 --json", True),
+        ("resume --wait 1m 4242", True),
+        ("ps", True),
+        ("status --json", True),
+        ("suspend my-run", False),
+        ("status my-run", False),
+        ("suspend 4242 --help", False),
+        ("run -- sleep 5", False),
+        ("", False),
+    ],
+)
+def test_what_is_begun_before_the_command_line_is_read(words: str, wanted: bool) -> None:
+    assert entry.asks(words.split()) is wanted
+
+
+def test_what_was_begun_ahead_is_for_the_first_who_asks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPUCKPT_SIMULATE", str(tmp_path))
+    early.ahead()
+    one, two = early.begin(timeout_s=3), early.begin()
+    assert one.callers is not two.callers
+    assert (one.devices.within_s, two.devices.within_s) == (3, ANSWER_S)
+    for start in (one, two):
+        start.callers.close()
