@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def asks(words: Sequence[str]) -> bool:
-    """Whether *words* are a command that will ask the driver, as far as a first look tells: neither about a run by its name nor for help."""
+    """Whether *words* are a command that will ask the driver, as a first look tells: neither about a run by its name nor for help."""
     if not words or words[0] not in ASKING or "--help" in words:
         return False
     return any(w.isdecimal() for w in words[1:]) or (words[0] in ("ps", "status") and all(w.startswith("-") for w in words[1:]))
