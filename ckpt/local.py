@@ -375,6 +375,9 @@ class LocalWorld:
     def claimed(self, process: ProcessId) -> bool:
         return claims.taken(f"/proc/{process.pid}")
 
+    def let_go(self, claim: FileClaim) -> None:
+        claim.release()
+
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> FileClaim:
         return self._claim({self.devices.gpu_lock_path(g): g.label for g in sorted(gpus, key=lambda g: g.uuid)}, until)
 

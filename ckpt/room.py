@@ -78,7 +78,7 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
             walk.say("room", f"waiting for {f'room on {short[0].uuid}' if short else f'what is under way on pid {coming[0]} to end'}")
             if others:  # they may need the GPUs, to go back
                 walk.claims.remove(held)
-                held.release()
+                walk.world.let_go(held)
             walk.world.wait((), min(patience, walk.world.now() + 0.2))
             if others:
                 held = walk.world.claim_gpus(gpus, latest)

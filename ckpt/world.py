@@ -171,6 +171,10 @@ class World(Protocol):
         """Hold *gpus* for a resume, in UUID order. Raises :class:`gpuckpt.errors.Busy`."""
         ...
 
+    def let_go(self, claim: Any) -> None:
+        """Give up a *claim* of GPUs while the resume goes on: others may go first."""
+        ...
+
 
 def usage(world: World, mine: Collection[int]) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes used on each GPU, and by processes other than *mine*: of one moment, or somebody's allocation would count as ours."""

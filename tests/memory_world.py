@@ -284,6 +284,9 @@ class MemoryWorld:
         self.point("claimed")
         return f"pid {process}" in self.machine.claims
 
+    def let_go(self, claim: Claim) -> None:
+        claim.release()
+
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> Claim:
         self.point("claim_gpus")
         return self._claim([f"gpu {g.uuid}" for g in sorted(gpus, key=lambda g: g.uuid)], until)

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from gpuckpt import errors
+from gpuckpt import early, errors
+from gpuckpt.driver.simulated_store import SimulatedWorldDir
+from gpuckpt.errors import Busy
 from gpuckpt.supervisor import share
 from gpuckpt.supervisor.model import RunState
+from gpuckpt.supervisor.reserve import ReservingWorld
 from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus
 
 
@@ -149,3 +152,16 @@ def test_when_a_run_may_leave() -> None:
     for sharing in (Sharing(shares=False), Sharing(shares=True, pinned=True)):
         with pytest.raises(errors.Usage):
             asyncio.run(Share(run, "m", sharing).give_way(0.1))
+
+
+def test_gpus_that_were_let_go_can_be_held_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are held beyond the claim of their resume, but not while that waits for another's way back."""
+    SimulatedWorldDir.create(tmp_path / "sim")
+    monkeypatch.setenv("GPUCKPT_SIMULATE", str(tmp_path / "sim"))
+    with ReservingWorld("resume", {}, None, lambda _: None, early.begin()) as world:
+        claim = world.claim_gpus(world.gpus(), world.now())
+        claim.release()
+        with pytest.raises(Busy):
+            world.claim_gpus(world.gpus(), world.now())
+        world.let_go(claim)
+        world.claim_gpus(world.gpus(), world.now()).release()

@@ -66,3 +66,9 @@ class ReservingWorld(LocalWorld):
         claim = super().claim_gpus(gpus, until)
         self._kept += [os.dup(fd) for fd in claim.fds]
         return claim
+
+    def let_go(self, claim: FileClaim) -> None:
+        super().let_go(claim)
+        for fd in self._kept:
+            os.close(fd)
+        self._kept.clear()
