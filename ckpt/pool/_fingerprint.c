@@ -8,7 +8,8 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 _Static_assert(PRINT_CHUNK == CHUNK && PRINT_CHUNK <= HUGE, "a piece is of whole chunks");
 
@@ -23,7 +24,7 @@ static bool have_keys;
 bool prepare_prints(int device)
 {
     if (!have_keys)
-        have_keys = getrandom(&keys, sizeof keys, 0) == (ssize_t)sizeof keys;
+        have_keys = syscall(SYS_getrandom, &keys, sizeof keys, 0) == (long)sizeof keys; /* glibc has a name for it from 2.25 on */
     if (!programs[device].function && have_keys) {
         cu_function found;
         if (!programs[device].module && cu.cuModuleLoadData(&programs[device].module, fingerprint_ptx) != CU_OK)
