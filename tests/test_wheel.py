@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -38,24 +39,44 @@ BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What git has of this tree: building beside a build/ of old, or in the tree itself, would tell of other things."""
     copy = tmp_path_factory.mktemp("wheel") / "tree"
-    for part in ("ckpt", "cli", "nccl", "tests", "benchmarks", "docs"):
+    for part in ("ckpt", "cli", "nccl", "tests", "benchmarks", "docs", ".ci"):
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for part in ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE"):
-        shutil.copy(ROOT / part, copy / part)
+    for path in (ROOT / "pyproject.toml", ROOT / "MANIFEST.in", ROOT / "LICENSE", *ROOT.glob("*.md")):
+        shutil.copy(path, copy / path.name)
     return copy
 
 
 @pytest.fixture(scope="module")
 def unpacked(tree: Path) -> Path:
-    """The source distribution of that tree."""
+    """The source distribution of that tree: all of it, so that its tests run and its links resolve."""
+    there = _files(tree)
     with tarfile.open(_build("sdist", tree)) as archive:
         archive.extractall(tree.parent / "unpacked", filter="data")
     (found,) = (tree.parent / "unpacked").iterdir()
+    assert there - _files(found) == set()
     return found
 
 
-def test_a_wheel_of_the_sdist_has_the_package_and_nothing_else(unpacked: Path) -> None:
-    with zipfile.ZipFile(_build("wheel", unpacked)) as wheel:
+@pytest.fixture(scope="module")
+def built(unpacked: Path) -> Path:
+    """The wheel of that source distribution."""
+    return _build("wheel", unpacked)
+
+
+def test_the_libraries_ask_for_no_newer_libc_than_wheels_are_built_for(built: Path, tmp_path: Path) -> None:
+    """With 2.17 a function of later would not compile, and a wheel would be without that library."""
+    with zipfile.ZipFile(built) as wheel:
+        for name in LIBRARIES:
+            library = wheel.extract(name, tmp_path)
+            symbols = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
+            asked = re.findall(r"(\w+)@+GLIBC_2\.(\d+)", symbols)
+            assert asked
+            # Those that came from libpthread and libdl to libc have the version of that move, and were there before.
+            assert not [name for name, minor in asked if int(minor) > 17 and not name.startswith(("pthread_", "dl"))], name
+
+
+def test_a_wheel_of_the_sdist_has_the_package_and_nothing_else(built: Path) -> None:
+    with zipfile.ZipFile(built) as wheel:
         names = {n for n in wheel.namelist() if not n.endswith("/")}
         text = {n.rpartition("/")[2]: wheel.read(n).decode() for n in names if ".dist-info/" in n}
     metadata = next(n.split("/")[0] for n in names if n.endswith(".dist-info/METADATA"))
@@ -114,6 +135,10 @@ def test_the_pythons_that_it_says() -> None:
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 assert not {n.partition(".")[0] for n in names} & gone, path
+
+
+def _files(tree: Path) -> set[Path]:
+    return {p.relative_to(tree) for p in tree.rglob("*") if p.is_file()}
 
 
 def _build(kind: str, tree: Path) -> Path:
