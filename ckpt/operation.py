@@ -170,9 +170,8 @@ class Operation(Reporting):
             reachable, blocked = room.for_goal(self, goal, wait_s=0.0)
             failures = self.walk(reachable)
             if blocked is not None and not failures:
-                self._end(
-                    errors.NotAsFound(blocked.message, hint="when there is room: gpuckpt recover", gpu=blocked.gpu, step="room"), goal
-                )
+                there_is_room = f"when there is room: gpuckpt resume {' '.join(str(p) for p in record.found)}"
+                self._end(errors.NotAsFound(blocked.message, hint=there_is_room, gpu=blocked.gpu, step="room"), goal)
             return self._settle(failures, goal)
 
     def _walk_on(self, goal: Mapping[ProcessId, State], gpu_map: Mapping[str, str]) -> Report:

@@ -156,8 +156,9 @@ def words(record: Record, operation: Operation, ok: bool) -> str:
     if operation.record and (lost := [str(m.id) for m in operation.record.members if m.lost and states.get(m.id) is not State.GONE]):
         return f"{who}: pid {', '.join(lost)} is lost, and stays where it is"
     verb = {Status.SUSPENDING: "suspend", Status.UNDOING: "suspend", Status.RESUMING: "resume"}[record.status]
-    if not ok:
-        return f"{who}: the {verb} stays in the middle"
     down = all(operation.is_down(p) or s is State.GONE for p, s in states.items())
+    if not ok:
+        whole = down and operation.record is not None and operation.record.status is Status.SUSPENDED
+        return f"{who}: {'suspended; it stays so for now' if whole else f'the {verb} stays in the middle'}"
     finished = down == (verb == "suspend")
     return f"{who}: the {verb} was {'finished' if finished else 'undone'}"

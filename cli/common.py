@@ -106,15 +106,12 @@ def json_option(f: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, the same shape on failure.")(f)
 
 
-def timeout_option(f: F) -> F:
-    return click.option(
-        "--timeout",
-        "timeout_s",
-        type=Duration(),
-        metavar="DURATION",
-        help="Deadline for the whole command; when it passes everything goes back. [default: 60s and 2s for each GiB; "
-        "of a run as long as it says how it is]",
-    )(f)
+def timeout_option(
+    words: str = "Deadline for the whole command; when it passes everything goes back.", *, run: bool = False
+) -> Callable[[F], F]:
+    """*run*: the TARGET may be one."""
+    default = f"60s and 2s for each GiB{'; of a run as long as it says how it is' if run else ''}"
+    return click.option("--timeout", "timeout_s", type=Duration(), metavar="DURATION", help=f"{words} [default: {default}]")
 
 
 def look_timeout_option(f: F) -> F:

@@ -24,7 +24,7 @@ from gpuckpt.words import size
 @click.command()
 @click.option("--simulate", is_flag=True, help="On simulated GPUs, also where there is a real one.")
 @click.option("--gib", type=click.FloatRange(0.1, 64), default=4.0, show_default=True, help="GPU memory that the target holds.")
-@timeout_option
+@timeout_option()
 @json_option
 def demo(simulate: bool, gib: float, timeout_s: float | None, as_json: bool) -> None:
     """Half a minute that shows it all: starts a small program on the GPU, suspends it, shows the GPU free, resumes it, and checks

@@ -9,7 +9,7 @@ from gpuckpt.model import Report
 
 
 @click.command()
-@timeout_option
+@timeout_option("Deadline for all of them together.")
 @json_option
 def recover(timeout_s: float | None, as_json: bool) -> None:
     """After a crash of gpuckpt or of its shell: finish or undo every operation that was left in the middle.
@@ -65,7 +65,10 @@ def recover(timeout_s: float | None, as_json: bool) -> None:
         for r in reports:
             click.echo(r.details["recovered"])
             if r.error:
-                click.echo(f"  {r.error['message']}\n  try: {r.error['hint']}", err=True)
+                click.echo(f"  {r.error['message']}", err=True)
+                if r.error["hint"]:
+                    click.echo(f"  try: {r.error['hint']}", err=True)
+                click.echo(f"  [{r.error['code']}] more: gpuckpt explain {r.error['code']}", err=True)
         if not reports:
             click.echo("nothing was left in the middle")
     finish(status(worst) if worst else 0)

@@ -6,7 +6,18 @@ import click
 
 from gpuckpt import errors
 from gpuckpt.cli import completing
-from gpuckpt.cli.common import Duration, ask_run, execute, is_run, json_option, pids, refuse_for_run, show_refusal, show_run, timeout_option
+from gpuckpt.cli.common import (
+    Duration,
+    ask_run,
+    execute,
+    is_run,
+    json_option,
+    pids,
+    refuse_for_run,
+    show_refusal,
+    show_run,
+    timeout_option,
+)
 from gpuckpt.cli.progress import Bar
 from gpuckpt.cli.rendezvous import rendezvous_options
 from gpuckpt.model import Report
@@ -31,7 +42,7 @@ from gpuckpt.words import size
 @click.option("--wait", "wait_s", type=Duration(), metavar="DURATION", help="Wait for room on the GPUs this long. [default: not at all]")
 @click.option("--dry-run", is_flag=True, help="Print the plan and whether there is room. Touches nothing.")
 @rendezvous_options
-@timeout_option
+@timeout_option(run=True)
 @json_option
 def resume(
     targets: tuple[str, ...],

@@ -59,7 +59,7 @@ from gpuckpt.words import BY_POOL, HELD, size
     metavar="N",
     help="While it is suspended, the kernel's out-of-memory killer takes it last (-1000: never) or first (1000). [default: as it is]",
 )
-@timeout_option
+@timeout_option(run=True)
 @json_option
 def suspend(
     targets: tuple[str, ...],

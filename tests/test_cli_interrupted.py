@@ -382,3 +382,21 @@ def test_recover_without_room(machine: Machine) -> None:
     filler.kill()
     assert machine.gpuckpt("recover").states == {one.pid: "running", two.pid: "running"}
     assert one.unharmed()
+
+
+def test_a_group_that_recover_cannot_bring_back_yet_is_suspended(machine: Machine) -> None:
+    """It is said to be, and what is to be typed brings it back: to `recover` nothing is left in the middle then."""
+    stopped, other = machine.target("--gib", "1"), machine.target("--gib", "1")
+    for target in (stopped, other):
+        machine.gpuckpt("suspend", target.pid)
+    for path in (machine.state_dir / "groups").glob("[!.]*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "status": "undoing"}))
+    os.kill(stopped.pid, signal.SIGSTOP)
+    result = machine.gpuckpt("recover")
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert (result.code, result.error["code"]) == (3, "not-as-found"), "it waits for the room of the one that is stopped"
+    said = " ".join(result.document["recovered"])
+    assert said.count("stays in the middle") == said.count("suspended; it stays so for now") == 1
+    assert machine.gpuckpt("recover").states == {stopped.pid: "running"}
+    back = result.error["hint"].partition("gpuckpt ")[2].split()
+    assert (back, machine.gpuckpt(*back).states) == (["resume", str(other.pid)], {other.pid: "running"})
