@@ -40,6 +40,14 @@ def machine4(tmp_path: Path) -> Iterator[Machine]:
     yield from make_machine(tmp_path, gpus=4)
 
 
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where images are kept on disk."""
+    made = tmp_path / "images"
+    made.mkdir()
+    return made
+
+
 @pytest.fixture(scope="session")
 def built_once(tmp_path_factory: pytest.TempPathFactory) -> BuiltOnce:
     """A folder by its name, filled by whoever needs it first of all that test at the same time."""

@@ -21,12 +21,17 @@ from typing import Any
 
 import pytest
 
-from gpuckpt.supervisor.keeper import descendants
+from gpuckpt.inspect.processes import below
 from tests import zygote
 from tests.simulated_machine import COMMAND, Machine, Result, eventually, make_machine
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py")), "serve", "model"]
 PATIENCE_S = 30.0
+
+
+def descendants(pid: int) -> list[int]:
+    """The pid of every live process below *pid*, parents first."""
+    return [p.pid for p in below(pid)]
 
 
 @dataclass

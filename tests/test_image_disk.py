@@ -36,13 +36,6 @@ def double(built_once: BuiltOnce) -> Path:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    made = tmp_path / "images"
-    made.mkdir()
-    return made
-
-
-@pytest.fixture
 def target(machine: Machine, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Target:
     return with_library(machine, image_folder, monkeypatch)
 

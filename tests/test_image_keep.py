@@ -28,13 +28,6 @@ def with_library(machine: Machine, image_folder: Path, monkeypatch: pytest.Monke
         return machine.target("--gib", "2", *options)
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    made = tmp_path / "images"
-    made.mkdir()
-    return made
-
-
 def keep(machine: Machine, target: Target, place: Path, **environ: str) -> Result:
     return machine.gpuckpt("suspend", target.pid, "--keep-in", place, **environ)
 

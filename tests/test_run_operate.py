@@ -15,9 +15,8 @@ import pytest
 from gpuckpt import errors
 from gpuckpt.supervisor import operate
 from gpuckpt.supervisor.child import Child
-from gpuckpt.supervisor.keeper import descendants
 from gpuckpt.supervisor.operate import Worker
-from tests.serving import Serving, Stage, alive, stage
+from tests.serving import Serving, Stage, alive, descendants, stage
 from tests.simulated_machine import Machine, eventually
 
 __all__ = ["stage"]

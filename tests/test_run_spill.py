@@ -23,13 +23,6 @@ __all__ = ["stage"]
 GIB = 1 << 30
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    made = tmp_path / "images"
-    made.mkdir()
-    return made
-
-
 def moves(stage: Stage, image_folder: Path, place: Path, name: str) -> Serving:
     """One that keeps 8 GiB in host memory, of 12 GiB for all, and moves them to *place* when asked."""
     words = ("--host-budget", "12GiB", "--keep-in", f"ram,{place}")

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpuckpt.model import Call
-from gpuckpt.supervisor.keeper import descendants
-from tests.serving import Serving, Stage, stage
+from tests.serving import Serving, Stage, descendants, stage
 from tests.simulated_machine import eventually
 
 __all__ = ["stage"]

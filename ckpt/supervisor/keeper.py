@@ -166,11 +166,6 @@ class Keeper:
                 self._supervisor.sendall(json.dumps(message).encode() + b"\n")
 
 
-def descendants(pid: int) -> list[int]:
-    """The pid of every live process below *pid*, parents first."""
-    return [p.pid for p in below(pid)]
-
-
 def prctl(option: int, argument: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
