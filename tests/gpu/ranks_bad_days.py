@@ -1,9 +1,9 @@
-"""Bad days of a torch.distributed job on N GPUs: kill -9 of gpuckpt anywhere in a suspend and a resume, ranks that hang or die.
+"""Bad days of a torch.distributed job on N GPUs: kill -9 of gpuckpt anywhere in a suspend and a resume, a GPU that somebody took, ranks that hang or die.
 
-usage: RANKS=N ranks_bad_days.py [KILLS] [hangs] [deaths]        with a word, only that part beside the kills; or the step of one death
+usage: RANKS=N ranks_bad_days.py [KILLS] [filled] [hangs] [deaths]        with a word, only that part beside the kills; or the step of one death
 
 KILLS (default 6) of each command, spread over its whole time; after each `gpuckpt recover`, and `resume` if it says that the job is suspended: the sums
-must be exact. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in its communicators' way back: the command ends by its deadline,
+must be exact. Then somebody takes the GPU of rank 1 while the job is suspended: no rank is restored, and all of them once it is free. Then a rank hangs (SIGSTOP) in a suspend's communicators, in a resume's restore and in its communicators' way back: the command ends by its deadline,
 and names it; when the rank goes on and `gpuckpt recover` has been at it the sums must be exact. Then a rank is killed in each step: the command ends by its
 deadline, and names it. What becomes of the other rank is noted. Ends after $LIMIT_S seconds (default 300); what would not fit is left out, and said. Needs
 NCCL 2.30.7 in torch's place.
@@ -20,13 +20,13 @@ import time
 from typing import Any
 
 from job import Budget, Rank, ask, environment, kill, runs, steps, tail
-from lab import SIMULATED, Results, gpuckpt, used_mib, wait_for
+from lab import SIMULATED, Results, Target, free_mib, gpuckpt, used_mib, wait_for
 
 from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
 
 kills = int(sys.argv[1]) if len(sys.argv) > 1 else 6
-parts = sys.argv[2:] or ["hangs", "deaths"]
+parts = sys.argv[2:] or ["filled", "hangs", "deaths"]
 size = int(os.environ.get("RANKS", "2"))
 r = Results("ranks_bad_days" if size == 2 else f"ranks_bad_days_{size}")
 ranks: list[Rank] = []
@@ -111,6 +111,23 @@ def killed(command: str, after_s: float, first: list[dict[str, Any]]) -> dict[st
     if suspended:
         row["resume"] = gpuckpt("resume", ranks[0].pid, "--timeout", "30s", timeout=budget.left(keep_s=3.0))[0]
     wait_for(lambda: stages() == ["running"] * size, SETTLED_S)
+    row["exact"] = ask(ranks) == first
+    return row
+
+
+def filled(first: list[dict[str, Any]]) -> dict[str, Any]:
+    """Somebody takes the GPU of rank 1 while the job is suspended, so that what it had does not fit any more; and gives it back."""
+    held_mib = used_mib(1)
+    row: dict[str, Any] = {"suspend": gpuckpt("suspend", ranks[0].pid, timeout=budget.left(keep_s=3.0))[0]}
+    taker = Target(round((free_mib(1) - held_mib // 2) / 1024 - 0.7, 2), "plain", 1)
+    row["held_mib"], row["free_mib"] = held_mib, free_mib(1)
+    try:
+        row["resume_without"], document, _ = gpuckpt("resume", ranks[0].pid, timeout=budget.left(keep_s=3.0))
+        row["error"], row["mib"] = document.get("error"), [used_mib(g) for g in range(size)]
+        row["suspended"] = gpuckpt("is-suspended", ranks[0].pid, timeout=30)[0] == 0
+    finally:
+        taker.end()
+    row["resume"] = gpuckpt("resume", ranks[0].pid, "--wait", "20s", timeout=budget.left(keep_s=3.0))[0]
     row["exact"] = ask(ranks) == first
     return row
 
@@ -212,6 +229,11 @@ try:
                 finish()
     if kills:
         r.check(f"kill -9 of gpuckpt, {len(rows)} times: every sum exact", bool(rows) and all(x["exact"] for x in rows), [x["stages"] for x in rows])
+    if "filled" in parts:
+        budget.step("somebody takes the GPU of rank 1 while it is suspended")
+        row = filled(first)
+        refused = row["resume_without"] == 6 and row["suspended"] and not any(m for g, m in enumerate(row["mib"]) if g != 1)
+        r.check("a GPU that is taken: no rank is restored, and all once it is free, every sum exact", refused and row["resume"] == 0 and row["exact"], row)
     hangs: list[dict[str, Any]] = []
     for when in HANGS if "hangs" in parts else ():
         if not budget.allows(walls["suspend"] + walls["resume"] + 2 * DEADLINE_S + (10 if SIMULATED else 40)):

@@ -2,7 +2,7 @@
 
 usage: run_vllm.py [--cycles N] [--leases N] [--limit S] MODEL [-- VLLM ARGS]
 
-With `-- -tp 2` it is a server on two GPUs, rehearsed before it is ready, and the result file is run_vllm_tp.json. The parts go by
+With `-- -tp N` it is a server on N GPUs, rehearsed before it is ready, and the result file is run_vllm_tp.json (run_vllm_tpN.json, where N is not 2). The parts go by
 what they are worth: three cycles, what happens once, a lease, then more of both until the time is over. With GPUCKPT_SIMULATE it
 runs against tests/fake_vllm.py: that tries the script, and nothing else.
 """
@@ -145,7 +145,9 @@ class Show:
 def main() -> None:
     chosen, vllm = runs.arguments(__doc__, 1, {"cycles": 20, "leases": 20}, LIMIT_S)
     runs.begin(chosen.limit)
-    r = Results("run_vllm_tp" if {"-tp", "--tensor-parallel-size"} & set(vllm) else "run_vllm")
+    words = [part for word in vllm for part in word.split("=")]
+    ranks = next((n for option, n in zip(words, words[1:], strict=False) if option in ("-tp", "--tensor-parallel-size")), "")
+    r = Results(f"run_vllm_tp{'' if ranks == '2' else ranks}" if ranks else "run_vllm")
     r.note("wanted", {"cycles": chosen.cycles, "leases": chosen.leases, "limit_s": chosen.limit})
     show = Show(r, runs.Run("m", chosen.models[0], 8124, "--idle", f"{IDLE_S:g}s", vllm=vllm), all_used_mib())
     if part(r, "start", 30, show.start) and part(r, "reference", 5, show.answers):
