@@ -33,7 +33,7 @@ def main() -> None:
 
     callers = early.callers(os.environ)
     from gpuckpt import group, operation  # noqa: F401 - loaded before they are wanted
-    from gpuckpt.supervisor import reserve  # noqa: F401 - loaded before they are wanted
+    from gpuckpt.supervisor import world  # noqa: F401 - loaded before they are wanted
 
     if not (line := sys.stdin.readline()):
         os._exit(0)  # it was not wanted
@@ -68,7 +68,7 @@ def _operate(
 ) -> Report:
     from gpuckpt.group import as_found
     from gpuckpt.operation import Operation
-    from gpuckpt.supervisor.reserve import ReservingWorld
+    from gpuckpt.supervisor.world import ReservingWorld
     from gpuckpt.telling import Progress
 
     reserving = ReservingWorld(command, reserved, host_left, lambda nbytes: _tell(Progress("host-memory", str(nbytes))), start)
