@@ -16,8 +16,8 @@ from gpuckpt.driver.simulated_store import SimulatedWorldDir
 from gpuckpt.errors import Busy
 from gpuckpt.supervisor import share
 from gpuckpt.supervisor.model import RunState
-from gpuckpt.supervisor.reserve import ReservingWorld
 from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus
+from gpuckpt.supervisor.world import ReservingWorld
 
 
 def test_which_gpus_a_command_will_use() -> None:
