@@ -15,8 +15,8 @@ from gpuckpt.inspect import processes
 
 @dataclass(slots=True)
 class FileClaim:
-    """Held on ``/proc/PID`` for a process, on its device node for a GPU. It ends when all who have the descriptors have closed
-    them: we, and the callers that we started."""
+    """Held on ``/proc/PID`` for a process and on a pidfd of it, on its device node for a GPU. It ends when all who have the descriptors
+    have closed them: we, and the callers that we started."""
 
     fds: list[int] = field(default_factory=list)
 
@@ -32,13 +32,10 @@ def take(names: Mapping[str, str], wait: Callable[[int, str], None]) -> FileClai
     claim = FileClaim()
     try:
         for path, name in names.items():
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                continue  # the process died, or there is no device node here
-            claim.fds.append(fd)
-            while not _locked(fd, fcntl.LOCK_EX):
-                wait(fd, name)
+            for fd in _opened(path):  # none: the process died, or there is no device node here
+                claim.fds.append(fd)
+                while not _locked(fd, fcntl.LOCK_EX):
+                    wait(fd, name)
     except BaseException:
         claim.release()
         raise
@@ -47,14 +44,12 @@ def take(names: Mapping[str, str], wait: Callable[[int, str], None]) -> FileClai
 
 def taken(path: str) -> bool:
     """Whether somebody holds *path*. Asked with a lock that all who ask can have at once: they must not see one another."""
+    fds = _opened(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not _locked(fd, fcntl.LOCK_SH)
+        return not all(_locked(fd, fcntl.LOCK_SH) for fd in fds)
     finally:
-        os.close(fd)
+        for fd in fds:
+            os.close(fd)
 
 
 def left_behind(path: str) -> bool | None:
@@ -88,6 +83,30 @@ def holder(fd: int) -> int | None:
             if "FLOCK" in words and "->" not in words and key in words:
                 return int(words[words.index(key) - 1])
     return None
+
+
+def _opened(path: str) -> list[int]:
+    """Descriptors of what is locked for *path*. ``/proc`` of a container is another one than the host's; a pidfd is of the process itself,
+    from Linux 6.9 on. Before, all pidfds are of one file."""
+    try:
+        fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
+    except OSError:
+        return []
+    number = path.removeprefix("/proc/")
+    if number.isdecimal() and int(number) != os.getpid():
+        with contextlib.suppress(OSError):
+            fds.append(os.pidfd_open(int(number)))
+            if os.fstat(fds[1]).st_ino == _own_inode():
+                os.close(fds.pop())
+    return fds
+
+
+def _own_inode() -> int:
+    fd = os.pidfd_open(os.getpid())
+    try:
+        return os.fstat(fd).st_ino
+    finally:
+        os.close(fd)
 
 
 def _locked(fd: int, kind: int) -> bool:

@@ -61,6 +61,23 @@ def test_no_time_to_wait_for_the_other(machine: Machine) -> None:
     assert target.unharmed()
 
 
+def test_another_pid_namespace_is_at_work(machine: Machine) -> None:
+    """Its ``/proc`` is another file system than ours; the process is the same."""
+    target = machine.target()
+    here, there = os.pidfd_open(os.getpid()), os.pidfd_open(target.pid)
+    try:
+        if os.fstat(here).st_ino == os.fstat(there).st_ino:
+            pytest.skip("pidfds are of one file before Linux 6.9")
+        fcntl.flock(there, fcntl.LOCK_EX)
+        result = machine.gpuckpt("suspend", target.pid, "--timeout", "500ms")
+        assert (result.code, result.error["code"]) == (124, "concurrent-operation")
+        assert f"pid {os.getpid()}" in result.error["message"]
+    finally:
+        os.close(here)
+        os.close(there)
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+
+
 def test_groups_that_overlap(machine: Machine) -> None:
     one, two, three = (machine.target() for _ in range(3))
     machine.slow(0.2)
