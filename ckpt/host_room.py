@@ -50,8 +50,9 @@ def _untold(going: Sequence[GpuProcess], method: str, root: Path, gpus: Callable
     silent = [p for p in going if not p.along and (any(g.nbytes is None for g in p.gpus) or not (p.gpus or listed))]
     if not silent:
         return {}
-    on = {g.uuid for p in silent for g in p.gpus} if all(p.gpus for p in silent) else {g.uuid for g in gpus()}
-    used = sum(g.total_bytes - g.free_bytes for g in gpus() if g.uuid in on and g.total_bytes and g.free_bytes is not None)
+    there = gpus()
+    on = {g.uuid for p in silent for g in p.gpus} if all(p.gpus for p in silent) else {g.uuid for g in there}
+    used = sum(g.total_bytes - g.free_bytes for g in there if g.uuid in on and g.total_bytes and g.free_bytes is not None)
     told = sum(g.nbytes or 0 for p in going for g in p.gpus if g.uuid in on)
     told += sum(p.movable.nbytes for p in silent if p.movable and method != "driver")
     nbytes = max(0, used - told)

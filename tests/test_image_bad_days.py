@@ -10,7 +10,7 @@ import pytest
 
 from gpuckpt.image import preload
 from gpuckpt.model import State
-from tests.simulated_machine import Machine, Target, eventually
+from tests.simulated_machine import Machine, Running, Target, eventually
 from tests.test_image_keep import dropped, keep, process, target
 
 __all__ = ["target"]
@@ -195,11 +195,17 @@ def test_a_group_comes_back_as_one_or_not_at_all(
     assert two.unharmed()
 
 
-def test_ctrl_c_while_it_is_brought_back(machine: Machine, target: Target, place: Path) -> None:
+def being_brought_back(machine: Machine, target: Target, place: Path) -> Running:
+    """A resume in the middle of reading its image from disk."""
     assert keep(machine, target, place).code == 0
     machine.world.add_fault("fill", delay_s=30.0)
     running = machine.begin("resume", target.pid)
     eventually(lambda: machine.faults_left() == 0, "the load")
+    return running
+
+
+def test_ctrl_c_while_it_is_brought_back(machine: Machine, target: Target, place: Path) -> None:
+    running = being_brought_back(machine, target, place)
     running.signal(signal.SIGINT)
     ended = running.end()
     assert (ended.code, ended.error["code"]) == (130, "interrupted")
@@ -210,10 +216,7 @@ def test_ctrl_c_while_it_is_brought_back(machine: Machine, target: Target, place
 
 
 def test_killed_while_it_is_brought_back(machine: Machine, target: Target, place: Path) -> None:
-    assert keep(machine, target, place).code == 0
-    machine.world.add_fault("fill", delay_s=30.0)
-    running = machine.begin("resume", target.pid)
-    eventually(lambda: machine.faults_left() == 0, "the load")
+    running = being_brought_back(machine, target, place)
     running.signal(signal.SIGKILL)
     machine.kill_callers()
     running.end()

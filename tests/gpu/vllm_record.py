@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_contract
-from vllm_contract import Source
+from vllm_sources import Source
 
 from gpuckpt.agent import vllm_together
 
