@@ -129,10 +129,13 @@ def suspend(
 def _runs_unaware(report: Report) -> Iterator[str]:
     """Words for each run that does not know what has been done to its processes behind its back."""
     from gpuckpt.inspect import processes
-    from gpuckpt.supervisor import control
 
     for name, pid in {processes.run_of(p.pid): p.pid for p in report.processes}.items():
-        if name and control.exists(name):
+        if not name:
+            continue
+        from gpuckpt.supervisor import control
+
+        if control.exists(name):
             words = f"pid {pid} belongs to the run {name}, which does not know of this: its requests wait until gpuckpt resume {pid}"
             yield f"{words}. Better: gpuckpt suspend {name}"
 

@@ -97,15 +97,22 @@ def some(moved: T) -> T:
     return moved
 
 
-def mappings(pid: int) -> list[tuple[int, int, bytes, bytes]]:
-    """Begin, end, permissions and path of each mapping of *pid*; none where we may not look."""
+def mappings(pid: int, of: bytes) -> list[tuple[int, int, bytes, bytes]]:
+    """Begin, end, permissions and path of each mapping of *pid* with *of* in its path; none where we may not look. A program that uses a GPU
+    has thousands, of which a few are asked for: only those are taken apart."""
     try:
         with open(f"/proc/{pid}/maps", "rb", buffering=0) as file:
-            lines = file.read().splitlines()
+            whole = file.read()
     except OSError:
         return []
-    found = (_MAPPING.fullmatch(line) for line in lines)
+    found = (_MAPPING.fullmatch(line) for line in (whole.splitlines() if of in whole else ()) if of in line)
     return [(int(m[1], 16), int(m[2], 16), m[3], m[4]) for m in found if m]
+
+
+def ours(pid: int) -> list[tuple[int, int, bytes, bytes]]:
+    """Those of a preload library, by its file's name."""
+    name = NAME.encode()
+    return [mapping for mapping in mappings(pid, name) if mapping[3].rpartition(b"/")[2].startswith(name)]
 
 
 def inside(pid: int, tid: int) -> int:
@@ -120,8 +127,8 @@ def inside(pid: int, tid: int) -> int:
 def _find(memory: int, pid: int, any_version: bool) -> int:
     """The address of a page that is of our version, or of any, and ready."""
     found = False
-    for start, end, permissions, path in mappings(pid):
-        if permissions == b"rw-p" and Path(os.fsdecode(path)).name.startswith(NAME):
+    for start, end, permissions, _ in ours(pid):
+        if permissions == b"rw-p":
             found = True
             content = os.pread(memory, min(end - start, _MOST_DATA_BYTES), start)
             for at in range(0, len(content) - PAGE_BYTES + 1, _ALIGNMENT):

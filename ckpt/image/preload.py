@@ -147,7 +147,7 @@ def populates() -> bool:
 
 def loaded(pid: int) -> bool:
     """Whether *pid* has the library mapped; False where we may not look or *pid* is gone."""
-    return any(Path(os.fsdecode(path)).name.startswith(NAME) for _, _, _, path in page.mappings(pid))
+    return bool(page.ours(pid))
 
 
 # Operations.
@@ -289,7 +289,7 @@ def threads(pid: int) -> int:
 
 def _libcuda(pid: int) -> tuple[int, int, int]:
     """From where to where libcuda's code lies in *pid*, and where its file begins."""
-    parts = [part for part in page.mappings(pid) if b"/libcuda.so" in part[3]]
+    parts = page.mappings(pid, b"/libcuda.so")
     code = [(start, end, path) for start, end, permissions, path in parts if b"x" in permissions]
     if not code or len({path for _, _, path in code}) > 1:
         raise Unavailable(f"pid {pid} has {'two kinds of' if code else 'no'} libcuda loaded")

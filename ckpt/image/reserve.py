@@ -113,7 +113,7 @@ def order(
         Unanswered: the process is stopped.
     """
     with _keeper(process) as found:
-        if nbytes and not any(_GPU_MEMORY in path for _, _, _, path in page.mappings(process.pid)):
+        if nbytes and not page.mappings(process.pid, _GPU_MEMORY):
             return Outcome(0, _words(errno.EBUSY))
 
         def ready() -> int:

@@ -7,7 +7,7 @@ import logging
 import os
 
 from gpuckpt import errors
-from gpuckpt.supervisor.control import ControlServer
+from gpuckpt.supervisor.answering import ControlServer
 from gpuckpt.supervisor.places import Place, clear
 from gpuckpt.supervisor.swept import LOOK_S
 

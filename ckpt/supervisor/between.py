@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from gpuckpt import errors
 from gpuckpt.model import Report
-from gpuckpt.supervisor.control import Peer
+from gpuckpt.supervisor.answering import Peer
 
 T = TypeVar("T")
 

@@ -20,6 +20,7 @@ from typing import Any
 from gpuckpt import errors, plan
 from gpuckpt.model import Report
 from gpuckpt.supervisor import control, places
+from gpuckpt.supervisor.answering import Peer
 from gpuckpt.supervisor.lease import leased
 from gpuckpt.supervisor.model import RunState
 from gpuckpt.supervisor.state import Run
@@ -149,7 +150,7 @@ class Share:
 
     # As the one that is kept away.
 
-    async def hold(self, gpus: Sequence[str] | None, by: str, within_s: float, peer: control.Peer) -> Report:
+    async def hold(self, gpus: Sequence[str] | None, by: str, within_s: float, peer: Peer) -> Report:
         """Be suspended, and stay so until *peer* closes its connection; then come back if it was awake and *peer* does not say otherwise.
 
         Only if it is on one of *gpus* (None: wherever it is): ``details["held"]`` says whether it was.

@@ -29,7 +29,7 @@ from gpuckpt.supervisor.between import Childless
 from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.cache import Cache
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
-from gpuckpt.supervisor.control import ControlServer, Peer
+from gpuckpt.supervisor.answering import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
 from gpuckpt.supervisor.gate import Gate, announce
 from gpuckpt.supervisor.lease import Lease

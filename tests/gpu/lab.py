@@ -32,6 +32,7 @@ else:
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
 HERE = Path(__file__).parent
+SHARED = bool(os.environ.get("LAB_SHARED"))
 MARK = os.environ.setdefault("GPUCKPT_LAB", str(os.getpid()))  # what this script starts has it in its environment
 RESULTS = HERE.parent.parent / "benchmarks" / "results"
 OUT = Path(os.environ.get("OUT", tempfile.mkdtemp(prefix="gpuckpt-simulated-") if SIMULATED else RESULTS))
@@ -71,10 +72,20 @@ def limit(results: Results, seconds: float) -> None:
 
 
 def used_mib(index: int = 0) -> int:
+    """Of the whole GPU; with ``LAB_SHARED`` of the processes in this script's lane (lane.sh), where others use the GPU as well."""
     if SIMULATED:
         return lab_simulated.used_mib(index)
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    if SHARED:
+        return sum(p.usedGpuMemory or 0 for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if _lane(p.pid) == _lane(os.getpid())) >> 20
     return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used >> 20
+
+
+def _lane(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/mnt")
+    except OSError:
+        return None
 
 
 def all_used_mib() -> int:
@@ -103,6 +114,7 @@ def machine() -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "gpu": pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)),
         "gpus": pynvml.nvmlDeviceGetCount(),
+        **({"gpu_shared_with_other_scripts": True} if SHARED else {}),
         "driver": pynvml.nvmlSystemGetDriverVersion(),
         "persistence_mode": bool(pynvml.nvmlDeviceGetPersistenceMode(pynvml.nvmlDeviceGetHandleByIndex(0))),
         "thp": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),

@@ -1,9 +1,14 @@
-"""The driver's calls alone and our commands, in turn on the same process: what we add. usage: overhead.py [N]"""
+"""The driver's calls alone and our commands, in turn on the same process: what we add. usage: overhead.py [N]
+
+``gpuckpt`` is the one on the PATH: in a virtual environment of its own, as a tool is installed, or in the program's, whose every package may have a say in how
+long Python takes to start. The result file says how long that is, too.
+"""
 
 from __future__ import annotations
 
 import compileall
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +30,10 @@ print(json.dumps(out))
 PAUSE_S = 0.025
 n = int(sys.argv[1]) if len(sys.argv) > 1 else 7
 r = Results("overhead")
-if not SIMULATED:
+program = Path(shutil.which("gpuckpt") or "")
+python = program.read_text().split("\n", 1)[0].removeprefix("#!")
+r.note("gpuckpt_environment", "the program's" if Path(python).parent == Path(sys.executable).parent else "its own")
+if not SIMULATED and r.document["gpuckpt_environment"] != "its own":
     import click
     import pynvml
 
@@ -61,7 +69,7 @@ try:
     r.note("added", added)
     r.note("status_wall_s", [gpuckpt("status", target.pid)[2] for _ in range(15)])
     startup = {}
-    for name, command in (("python -c pass", [sys.executable, "-c", "pass"]), ("gpuckpt --help", ["gpuckpt", "--help"])):
+    for name, command in (("python -c pass", [python, "-c", "pass"]), ("gpuckpt --help", ["gpuckpt", "--help"])):
         startup[name] = round(statistics.median(wall_s(command, stdout=subprocess.DEVNULL) for _ in range(7)), 4)
     r.note("startup_median_s", startup)
     print(json.dumps({"alone": median, "ours": mine, "added": added, "startup": startup, "status": r.document["status_wall_s"]}, indent=1))

@@ -42,9 +42,9 @@ def ready(target: object) -> dict[str, Any]:
 
 
 def all_ready(target: object) -> float | None:
-    """Seconds until all that is wanted is there, and zeroed; None after a minute."""
-    begun = time.monotonic()
-    there = wait_for(lambda: (now := ready(target)).get("wanted_bytes") and now["zeroed_bytes"] == now["wanted_bytes"], 60)
+    """Seconds until as much as it holds on its GPU is there, and zeroed; None after a minute. It is asked for piece by piece."""
+    begun, least = time.monotonic(), used_mib() << 20
+    there = wait_for(lambda: (now := ready(target)).get("wanted_bytes", 0) >= least and now["zeroed_bytes"] == now["wanted_bytes"], 60)
     return round(time.monotonic() - begun, 2) if there else None
 
 

@@ -39,12 +39,14 @@ def marked(owner: Any, name: str, label: str = "") -> None:
 def child(words: list[str]) -> None:
     """The command, in this process."""
     mark("the interpreter is up")
-    import gpuckpt.cli.main as program
+    from gpuckpt import early
+    from gpuckpt.cli import entry
     from gpuckpt.driver import caller, nvml
     from gpuckpt.inspect import processes
     from gpuckpt.journal import Journal
 
-    mark("imported: the program, callers, NVML")
+    mark("imported: callers, NVML")
+    marked(early, "ahead", "the helper is forked, NVML begun")
     marked(caller, "driver", "helper: the driver's bindings")
     marked(caller, "_serve", "caller: one call")
     marked(caller.Callers, "close", "the helper is let go")
@@ -62,7 +64,7 @@ def child(words: list[str]) -> None:
 
     os._exit = ended
     sys.argv = ["gpuckpt", *words]
-    program.main()
+    entry.main()
 
 
 def run(words: list[str]) -> tuple[float, list[tuple[float, str]]]:

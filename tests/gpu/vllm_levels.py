@@ -41,11 +41,12 @@ def complete(server: Server, route: str, prompt: Any, tokens: int) -> Any:
 
 
 def fresh(server: Server) -> dict[str, Any]:
-    """The answers of each route, with nothing in the prefix cache: what is computed and what is found differ in the last digits."""
+    """The answers of each route, with nothing in the prefix cache: what is computed and what is found differ in the last digits. So do a prompt
+    alone and one beside others: they are asked for one after the other."""
     found = {}
     for route in ROUTES:
         server.http("/reset_prefix_cache", {})
-        found[route] = complete(server, route, PROMPTS, 32)
+        found[route] = [complete(server, route, prompt, 32)[0] for prompt in PROMPTS]
     return found
 
 
@@ -120,7 +121,7 @@ def between_two_wakes(server: Server, reference: dict[str, Any]) -> None:
     server.http("/sleep?level=1&mode=wait", {})
     if not SIMULATED:
         server.http("/wake_up?tags=weights", {})
-    asking = Asking(lambda: complete(server, "m", PROMPTS, 32))
+    asking = Asking(lambda: complete(server, "m", PROMPTS[1], 32))
     time.sleep(1.0)
     early = asking.answer
     row = resume(server, suspend(server))
@@ -129,7 +130,7 @@ def between_two_wakes(server: Server, reference: dict[str, Any]) -> None:
     asking.join(30)
     r.note("between_two_wakes", row | {"waited_s": asking.seconds})
     r.check("case 48: a request between two wakes waits, through a suspend as well", early is None and later is None, [early, later])
-    r.check("case 48: it is answered as ever once all is awake", good(row) and asking.answer == reference["m"], [row["error"], str(asking.answer)[:200]])
+    r.check("case 48: it is answered as ever once all is awake", good(row) and asking.answer == reference["m"][1:2], [row["error"], str(asking.answer)[:200]])
 
 
 def with_its_adapter(server: Server, reference: dict[str, Any]) -> None:
@@ -148,7 +149,7 @@ if lora:
     options += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={Path(model) / 'lora'}"]
 environ = {**os.environ, "GPUCKPT_AGENT": "1", "GPUCKPT_POOL": "1", "VLLM_SERVER_DEV_MODE": "1"}
 try:
-    with Server(budget, log, 8131, (0,), [model, *options], environ, under=("gpuckpt", "exec", "--")) as server:
+    with Server(budget, log, 8131 + lora, (0,), [model, *options], environ, under=("gpuckpt", "exec", "--")) as server:
         r.note("start_s", server.start_s)
         fresh(server)
         reference = fresh(server)
