@@ -210,7 +210,8 @@ def added() -> str:
         f"| more than the driver's calls alone, side by side | {own['suspend_s']:.2f} | {own['resume_s']:.2f} |",
         "",
         f"`gpuckpt status` takes {status:.2f} s, `gpuckpt --help` {start['gpuckpt --help'] - start['python -c pass']:.2f} s more than "
-        f"`python -c pass` ({'; '.join([source('overhead', DOCS), *([found['bytecode']] if 'bytecode' in found else [])])}).",
+        f"`python -c pass`. gpuckpt is in {found['gpuckpt_environment']} environment "
+        f"({'; '.join([source('overhead', DOCS), *(found[k] for k in ('bytecode', 'beside') if k in found)])}).",
     ]
     if tree := result("inspect_tree"):
         rows[-1] += (

@@ -148,6 +148,8 @@ options = ["--served-model-name", "m", "--max-model-len", "8192", "--gpu-memory-
 if lora:
     options += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={Path(model) / 'lora'}"]
 environ = {**os.environ, "GPUCKPT_AGENT": "1", "GPUCKPT_POOL": "1", "VLLM_SERVER_DEV_MODE": "1"}
+if lora:
+    environ["VLLM_BATCH_INVARIANT"] = "1"  # else vLLM adds up an adapter's parts in whatever order they come: no two answers are alike, awake or not
 try:
     with Server(budget, log, 8131 + lora, (0,), [model, *options], environ, under=("gpuckpt", "exec", "--")) as server:
         r.note("start_s", server.start_s)
