@@ -40,6 +40,8 @@ class Server:
         self.log = open(options.log, "a", buffering=1)  # noqa: SIM115 - for as long as it lives
         self.sleeping = False  # it begins nothing new
         self.away = False  # and what it had on the GPU is not there
+        self.unaware = False  # so it is, and its executor does not know
+        self.denials = options.denies_sleep
         self.reloads = False  # its weights are gone since a sleep of level 2, until they are loaded again
         self.wakes = 0
         self.running = 0
@@ -87,7 +89,7 @@ class Server:
 
     async def gpu(self) -> str:
         """Needs the engine: waits while it is suspended, and dies if it computes asleep."""
-        if self.sleeping:
+        if self.sleeping or self.away:
             self.note("computed asleep")
             os._exit(66)
         return await asyncio.to_thread(self._call)
@@ -199,6 +201,9 @@ class Server:
         await asyncio.to_thread(self._call)
         if not self.away:
             self._take(-self.options.sleep_frees)
+        if self.denials:
+            self.denials, self.sleeping, self.away, self.unaware = self.denials - 1, True, True, True
+            return web.Response(status=500, text="Internal Server Error")
         self.reloads |= request.query["level"] == "2"
         self.sleeping = self.away = True
         return web.Response()
@@ -207,12 +212,13 @@ class Server:
         await asyncio.sleep(self.options.slow_wake)
         await asyncio.to_thread(self._call)
         try:
-            if self.away and request.query.get("tags") != "scheduling":
+            if self.away and not self.unaware and request.query.get("tags") != "scheduling":
                 self._take(self.options.sleep_frees)
+                self.away = False
         except CallError:
             self.note("out of memory")
             return web.json_response({"error": "out of memory"}, status=500)
-        self.sleeping = self.away = False
+        self.sleeping = False
         self.wakes += 1
         self.note("woken")
         return web.Response()
@@ -220,6 +226,9 @@ class Server:
     async def collective_rpc(self, request: web.Request) -> web.StreamResponse:
         method = (await request.json())["method"]
         self.note("collective_rpc", method=method)
+        if method == "wake_up":
+            self._take(self.options.sleep_frees)
+            self.away = self.unaware = False
         self.reloads &= method != "reload_weights"
         return web.json_response({"results": [None]})
 
@@ -325,6 +334,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--compilation-config")
     parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--sleep-frees", type=float, default=0.0, help="GiB, which it takes again when it wakes")
+    parser.add_argument("--denies-sleep", type=int, default=0, help="so many times: it sleeps, and says that it cannot")
     parser.add_argument("--slow-sleep", type=float, default=0.0)
     parser.add_argument("--slow-wake", type=float, default=0.0)
     parser.add_argument("--slow-load", type=float, default=0.0)

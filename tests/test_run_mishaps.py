@@ -23,7 +23,7 @@ from gpuckpt.supervisor.model import Policy, RunState
 from gpuckpt.supervisor.operate import Worker
 from gpuckpt.supervisor.state import Run
 from gpuckpt.supervisor.traffic import Traffic
-from tests.serving import stage
+from tests.serving import Stage, stage
 
 __all__ = ["stage"]
 
@@ -42,7 +42,7 @@ class Rehearsed:
         self.holders: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
-        async def act(*_: object) -> Any:
+        async def act(*_: object, **__: object) -> Any:
             if name in self.fails:
                 raise self.fails[name]
             if name in ("suspend", "resume"):
@@ -169,3 +169,35 @@ def test_what_tells_a_run_without_a_child_to_end() -> None:
         return statuses
 
     assert asyncio.run(play()) == [143, 143]
+
+
+def test_a_server_that_sleeps_and_says_that_it_cannot(stage: Stage) -> None:
+    """Another program took more of the GPU in that moment than vLLM gave up: its workers sleep, and its executor does not know."""
+    run = stage.run(fake=("--sleep-frees", "6", "--denies-sleep", "1")).awake()
+    before = stage.machine.used()
+    refused = stage.gpuckpt("suspend", "m").error
+    assert refused["code"] == "server-refused"
+    assert "/sleep?level=1&mode=wait with 500" in refused["message"]
+    assert run.state == "awake"
+    assert stage.machine.used() == before, "it has its memory back"
+    assert [n["method"] for n in run.notes("collective_rpc")] == ["wake_up"]
+    assert run.complete(id=1).status == 200
+    stage.gpuckpt("suspend", "m", json=False)
+    assert run.state == "suspended"
+    assert run.complete(id=2).status == 200
+    assert len(run.notes("collective_rpc")) == 1, "its executor knew that time"
+
+
+def test_a_server_that_cannot_sleep_and_does_not(stage: Stage) -> None:
+    run = stage.run(fake=("--status", "/sleep=500")).awake()
+    assert stage.gpuckpt("suspend", "m").error["code"] == "server-refused"
+    assert run.state == "awake"
+    assert not run.notes("collective_rpc")
+    assert run.complete(id=1).status == 200
+
+
+def test_a_rehearsal_of_one_that_sleeps_and_says_that_it_cannot(stage: Stage) -> None:
+    run = stage.run("--rehearse", fake=("--sleep-frees", "6", "--denies-sleep", "1")).awake()
+    assert "it cannot be suspended, and will not be" in run.stderr
+    assert stage.machine.used() == 8 << 30
+    assert run.complete(id=1).status == 200

@@ -67,6 +67,11 @@ class Holdings:
         """Of ``host_bytes`` what lies in images."""
         return max(0, self.host_bytes - self._slept_bytes)
 
+    @property
+    def gone(self) -> bool:
+        """Whether most of what it held awake was not on its GPUs when it was looked at last, though nothing is suspended."""
+        return not self.down and 2 * sum(self.asleep_bytes.values()) > sum(self.gpu_bytes.values())
+
     async def suspend(self) -> Report:
         """Where host memory is short, other runs that may do so move theirs to disk first."""
         for _ in range(MAKE_ROOM):

@@ -43,8 +43,8 @@ class Server(Protocol):
         """Before a suspend: give back what it can by itself. It is quiet."""
         ...
 
-    async def wake(self) -> None:
-        """After a resume, or a suspend that did not come about."""
+    async def wake(self, *, gone: bool = False) -> None:
+        """After a resume, or a suspend that did not come about. *gone*: most of what it held is not on its GPUs now, whatever it said."""
         ...
 
 

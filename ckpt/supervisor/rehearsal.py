@@ -29,9 +29,9 @@ HEALTHY_AGAIN_S = 60.0
 HEALTH_POLL_S = 0.1
 
 
-async def woken(server: Server) -> None:
-    """Have it wake up; returns once it is healthy. Raises :class:`gpuckpt.errors.ServerRefused`."""
-    await server.wake()
+async def woken(server: Server, *, gone: bool = False) -> None:
+    """Have it wake up (:meth:`gpuckpt.supervisor.model.Server.wake`); returns once it is healthy. Raises :class:`gpuckpt.errors.ServerRefused`."""
+    await server.wake(gone=gone)
     until = time.monotonic() + HEALTHY_AGAIN_S
     while not await server.healthy():
         if time.monotonic() >= until:
@@ -102,7 +102,9 @@ class Rehearsal:
             if self._holdings.down or e.exit_code in (3, 130, 143):
                 raise
             log.warning("it cannot be suspended, and will not be: %s%s", e.message, f" (try: {e.hint})" if e.hint else "")
+            if isinstance(e, errors.ServerRefused):  # it may sleep all the same
+                await self._holdings.room(ROOM_S)
+            await woken(self._server, gone=self._holdings.gone)
             await self._holdings.let_go()
-            await woken(self._server)
             return False
         return True

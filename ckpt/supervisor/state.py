@@ -265,7 +265,7 @@ class Run:
         try:
             if slept:
                 await self.holdings.room()
-                await woken(self.server)
+                await woken(self.server, gone=self.holdings.gone)
         except errors.ServerRefused as e:
             cause.add_note(f"and then it did not wake up: {e.message}")
             self._fail(e)
@@ -293,7 +293,7 @@ class Run:
                 bring = self.holdings.resume if self.holdings.down else self.holdings.room
                 report = await bring(self.traffic.hold_s, finder.worker)
             with order.step("wake"):
-                await woken(self.server)
+                await woken(self.server, gone=self.holdings.gone)
             if self.policy.probe and self.probe is not None:
                 with order.step("probe"):
                     await self.probe.check()

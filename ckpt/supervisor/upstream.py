@@ -151,7 +151,7 @@ class Upstream:
     async def sleep(self) -> None:
         """The driver takes all of it."""
 
-    async def wake(self) -> None:
+    async def wake(self, *, gone: bool = False) -> None:  # noqa: ARG002
         """It has been asleep without knowing."""
 
 
@@ -169,4 +169,4 @@ class Silent:
 
     async def sleep(self) -> None: ...
 
-    async def wake(self) -> None: ...
+    async def wake(self, *, gone: bool = False) -> None: ...

@@ -168,6 +168,7 @@ class Vllm:
 
     def __init__(self, upstream: Upstream, sleeps: bool, keeps_cache: bool = False) -> None:
         self._upstream, self._sleeps, self._keeps_cache = upstream, sleeps, keeps_cache
+        self._denied = False  # it said that it could not sleep
 
     async def healthy(self) -> bool:
         return await self._upstream.healthy()
@@ -193,12 +194,24 @@ class Vllm:
     async def sleep(self) -> None:
         """Level 1: weights to host memory, cache dropped. To keep the cache, level 0: no new work, and the driver takes all of it.
         The mode is named, since the default aborts what runs."""
-        if self._sleeps:
+        if not self._sleeps:
+            return
+        try:
             await self._ask(f"/sleep?level={0 if self._keeps_cache else 1}&mode=wait")
+        except errors.ServerRefused as e:
+            self._denied = e.__cause__ is None  # it answered
+            raise
 
-    async def wake(self) -> None:
-        if self._sleeps:
-            await self._ask("/wake_up?tags=scheduling" if self._keeps_cache else "/wake_up")
+    async def wake(self, *, gone: bool = False) -> None:
+        """Where another program takes more of a GPU than the server gives up meanwhile, vLLM's workers sleep and then say that they cannot
+        (``Memory usage increased after sleeping``). Its executor believes them, would wake nobody, and die of the next request: so they
+        are told themselves first."""
+        if not self._sleeps:
+            return
+        if self._denied and gone:
+            await self._ask("/collective_rpc", body={"method": "wake_up"})
+        await self._ask("/wake_up?tags=scheduling" if self._keeps_cache else "/wake_up")
+        self._denied = False
 
     async def answers(self, prompt: str, tokens: int) -> dict[str, str]:
         """The text that each model gives, adapters included. Raises :class:`gpuckpt.errors.ServerRefused`."""
@@ -218,10 +231,10 @@ class Vllm:
             raise errors.ServerRefused(f"vLLM's answer to the golden prompt is not understood: {type(e).__name__}: {e}") from e
         return found
 
-    async def _ask(self, path: str, within_s: float = SLEEP_S) -> None:
-        status, body = await self._upstream.call("POST", path, within_s=within_s)
+    async def _ask(self, path: str, within_s: float = SLEEP_S, body: object = None) -> None:
+        status, answer = await self._upstream.call("POST", path, within_s=within_s, body=body)
         if status != 200:
-            said = body[:200].decode(errors="replace")
+            said = answer[:200].decode(errors="replace")
             raise errors.ServerRefused(f"vLLM answered POST {path} with {status}: {said}", hint="see what the server logged")
 
 
