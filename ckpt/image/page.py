@@ -98,8 +98,8 @@ def some(moved: T) -> T:
 
 
 def mappings(pid: int, of: bytes) -> list[tuple[int, int, bytes, bytes]]:
-    """Begin, end, permissions and path of each mapping of *pid* with *of* in its path; none where we may not look. A program that uses a GPU
-    has thousands, of which a few are asked for: only those are taken apart."""
+    """Begin, end, permissions and path of each mapping of *pid* with *of* in its path; none where we may not look. A program that uses
+    a GPU has thousands: only those that are asked for are taken apart."""
     try:
         with open(f"/proc/{pid}/maps", "rb", buffering=0) as file:
             whole = file.read()

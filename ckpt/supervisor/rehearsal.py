@@ -30,7 +30,10 @@ HEALTH_POLL_S = 0.1
 
 
 async def woken(server: Server, *, gone: bool = False) -> None:
-    """Have it wake up (:meth:`gpuckpt.supervisor.model.Server.wake`); returns once it is healthy. Raises :class:`gpuckpt.errors.ServerRefused`."""
+    """Have it wake up, as :meth:`gpuckpt.supervisor.model.Server.wake` does; returns once it is healthy.
+
+    Raises :class:`gpuckpt.errors.ServerRefused`.
+    """
     await server.wake(gone=gone)
     until = time.monotonic() + HEALTHY_AGAIN_S
     while not await server.healthy():

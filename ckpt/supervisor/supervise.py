@@ -25,11 +25,11 @@ from gpuckpt.inspect.processes import RUN_VARIABLE
 from gpuckpt.model import Report
 from gpuckpt.supervisor import adopt, again, idle, logs, paths, vllm
 from gpuckpt.supervisor.admin import Admin
+from gpuckpt.supervisor.answering import ControlServer, Peer
 from gpuckpt.supervisor.between import Childless
 from gpuckpt.supervisor.budget import Budget
 from gpuckpt.supervisor.cache import Cache
 from gpuckpt.supervisor.child import EXIT_OWN_FAILURE, Child
-from gpuckpt.supervisor.answering import ControlServer, Peer
 from gpuckpt.supervisor.engines import Engines
 from gpuckpt.supervisor.gate import Gate, announce
 from gpuckpt.supervisor.lease import Lease

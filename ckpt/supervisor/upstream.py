@@ -151,7 +151,7 @@ class Upstream:
     async def sleep(self) -> None:
         """The driver takes all of it."""
 
-    async def wake(self, *, gone: bool = False) -> None:  # noqa: ARG002
+    async def wake(self, *, gone: bool = False) -> None:
         """It has been asleep without knowing."""
 
 
