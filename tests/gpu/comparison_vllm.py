@@ -17,7 +17,7 @@ from typing import Any
 
 from lab import OUT, Results, Rounds, calls, gpuckpt, limit, used_mib
 from lab_fits import summary
-from soak import Server, ask, probe, sleep, wake
+from soak import Server, probe, sleep, wake
 
 Done = tuple[float, Any]
 
@@ -46,17 +46,12 @@ def by_the_driver(server: Server, down: bool) -> Done:
 TOOLS: dict[str, Callable[[Server, bool], Done]] = {"driver": driver, "vLLM sleep 1": vllm_sleep, "gpuckpt, by the driver": by_the_driver, "gpuckpt": ours}
 
 
-def fresh() -> Any:
-    ask("/reset_prefix_cache", {})
-    return probe()[0]
-
-
 def turn(name: str, server: Server, reference: Any) -> dict[str, Any]:
     held, rss = used_mib(), server.rss_mib()
     down_s, down_error = TOOLS[name](server, True)
     row: dict[str, Any] = {"suspend_s": round(down_s, 4), "suspend_error": down_error, "freed_mib": held - used_mib(), "host_mib": server.rss_mib() - rss}
     up_s, up_error = TOOLS[name](server, False)
-    return {**row, "resume_s": round(up_s, 4), "resume_error": up_error, "same": fresh() == reference, "held_mib": held - empty, "rss_grew_mib": server.rss_mib() - rss}
+    return {**row, "resume_s": round(up_s, 4), "resume_error": up_error, "same": probe()[0] == reference, "held_mib": held - empty, "rss_grew_mib": server.rss_mib() - rss}
 
 
 words = sys.argv[1:]
@@ -72,8 +67,8 @@ try:
         _, plan, _ = gpuckpt("suspend", server.pid, "--dry-run")
         engines = [p["pid"] for p in plan.get("processes", []) if p["gpus"]]
         r.check("one process holds the GPU", len(engines) == 1, plan.get("error") or engines)
-        fresh()
-        reference = fresh()
+        probe()
+        reference = probe()[0]
         for i in range(int(words[1]) if len(words) > 1 else 6):
             if not rounds.another():
                 break

@@ -2,7 +2,7 @@
 
 usage: LIMIT_S=600 soak.py MODEL [ITERATIONS] [-- VLLM ARGS]        LEVEL2=1: every 25th sleep drops the weights, which are loaded again
 
-One `vllm serve`, 64 to 256 requests at once in each iteration. In turn: a suspend between two bursts; in the middle of one; after the server's own sleep, woken up
+One `vllm serve` under `gpuckpt exec`, with the agent; 64 to 256 requests at once in each iteration. In turn: a suspend between two bursts; in the middle of one; after the server's own sleep, woken up
 at once, weights first, or cache first. In every third another process fills at least 95 % of what was freed. Then three prompts must be answered as in iteration 0, to
 the bit of their logprobs. Each run of the script is a run of its own in soak.json, with its machine, since only cycles of one uninterrupted process tell anything together.
 """
@@ -125,12 +125,16 @@ class Burst:
 
 
 def probe() -> tuple[Any, float]:
-    begun = time.perf_counter()
-    status, answer = ask("/v1/completions", {"model": "m", "prompt": PROMPTS, "max_tokens": 64, "temperature": 0, "logprobs": 1})
-    seconds = round(time.perf_counter() - begun, 4)
-    if status != 200:
-        return [status, str(answer)[:200]], seconds
-    return [[c.get("text"), (c.get("logprobs") or {}).get("token_logprobs")] for c in answer["choices"]], seconds
+    """What it makes of each prompt alone, and of nothing that it remembers, with the seconds that it takes: beside others, or with what is found in the prefix
+    cache, the last digits are others."""
+    ask("/reset_prefix_cache", {})
+    begun, found = time.perf_counter(), []
+    for prompt in PROMPTS:
+        status, answer = ask("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 64, "temperature": 0, "logprobs": 1})
+        if status != 200:
+            return [status, str(answer)[:200]], 0.0
+        found += [[c.get("text"), (c.get("logprobs") or {}).get("token_logprobs")] for c in answer["choices"]]
+    return found, round(time.perf_counter() - begun, 4)
 
 
 def sleep(level: int) -> list[int]:
@@ -187,7 +191,7 @@ def main() -> None:
     limit(r, 600)
     runs, rows = r.appended("runs"), []
     empty = used_mib()
-    server = Server(words[0], extra)
+    server = Server(words[0], extra, before=["gpuckpt", "exec", "--"], GPUCKPT_AGENT="1")
     try:
         if not r.check("vllm serve came up", server.up(240), (OUT / "soak_vllm.log").read_text(errors="replace")[-1500:]):
             return
