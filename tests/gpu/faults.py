@@ -4,7 +4,7 @@ usage: LIMIT_S=900 faults.py [GIB]        KEEP_IN=DIR adds the steps that move t
 
 Cases are written to faults_gpu.json as they end; one that was seen is not tried again by a later run with the same file, so that several short
 loans of a machine make one campaign. Calls that fail or hang are those that a real driver can be made to give: a checkpoint of managed memory, a
-lock held by another tool, a stopped target. The target is thrown away where the fault takes it; "lost" ends are expected only where ``EXPECTED`` says so.
+lock held by another tool; a stopped target, or a stopped caller, to which no answer comes. The target is thrown away where the fault takes it; "lost" ends are expected only where ``EXPECTED`` says so.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SLOW = ("lock", "checkpoint", "store", "drop", "load", "restore")  # a caller ca
 #: (command, step, fault) after which the process may be lost, since nobody can help it.
 EXPECTED = {("resume", "restore", "out of GPU memory"), ("resume", "restore", "out of host memory")}
 KILLED = ("kill -9 of a target",)
+HANGS = "a call hangs"
 #: What a target takes besides, to sum up a chunk; torch keeps it.
 SUM_MIB = 2048
 
@@ -58,7 +59,7 @@ def cases() -> list[Case]:
             for fault in ("kill -9 of the command", "kill -9 of the command and its callers", "kill -9 of a target", "SIGSTOP of a target"):
                 found += [Case(command, step, fault, moment) for moment in (("during", "before") if called else ("before",))]
             if called:
-                found.append(Case(command, step, "kill -9 of a caller", "during"))
+                found += [Case(command, step, fault, "during") for fault in ("kill -9 of a caller", HANGS)]
     found += [Case("suspend", "lock", "a call fails", "before"), Case("suspend", "checkpoint", "a call fails", "before")]
     found += [Case("suspend", step, "out of host memory", "before") for step in ("lock", "checkpoint")]
     found += [Case("suspend", step, "out of GPU memory", "before") for step in ("checkpoint", "verify")]
@@ -106,7 +107,7 @@ def play(case: Case, t: Target) -> dict[str, Any]:
             return {"end": "not begun", "error": doc.get("error")}
     if case.step == "lock" and case.moment == "during":
         t.ask("busy 100")  # about 2 s of queued kernels, for which the lock waits
-    timeout = "3s" if case.fault == "SIGSTOP of a target" else "60s"
+    timeout = "3s" if case.fault in ("SIGSTOP of a target", HANGS) else "60s"
     command = Command(case.command, case.step, t.pid, "--timeout", timeout, *(keep if case.command == "suspend" else []))
     undo: list[Callable[[], object]] = []
     try:
@@ -114,10 +115,11 @@ def play(case: Case, t: Target) -> dict[str, Any]:
             strike(case, command, t, undo)
         command.let_go()
         if command.there and case.moment == "during":
-            if not wait_for(lambda: callers(case.step) or command.p.poll() is not None, 20) or not callers(case.step):
+            wait_for(lambda: callers(case.step) or command.p.poll() is not None, 20)
+            time.sleep(0.3 if case.step == "lock" else 0.15 * gib)
+            if not callers(case.step):
                 command.end()
                 return {"end": "not injected: it was over too soon"}
-            time.sleep(0.3 if case.step == "lock" else 0.15 * gib)
             strike(case, command, t, undo)
         code, doc = command.end()
     finally:
@@ -173,6 +175,11 @@ def strike(case: Case, command: Command, t: Target, undo: list[Callable[[], obje
             end(callers())
         case "kill -9 of a caller":
             end(callers(case.step))
+        case "a call hangs":
+            stopped = callers(case.step)
+            for p in stopped:
+                p.suspend()
+            undo.append(lambda: [p.resume() for p in stopped if p.is_running()])
         case "kill -9 of a target":
             process.kill()
         case "SIGSTOP of a target":
