@@ -1,10 +1,10 @@
-"""Charts of ``tests/gpu/growth.py``, ``comparison.py`` and ``run_two_models.py``."""
+"""Charts of ``tests/gpu/growth.py``, ``comparison.py``, ``run_two_models.py``, and of one server on more and more GPUs."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drawing import box, dot, line, path, svg, text, ticks
@@ -56,6 +56,33 @@ def _x(row: Mapping[str, Any]) -> float:
 
 def _middle(rows: list[Mapping[str, Any]], value: float, command: str) -> float:
     return statistics.median(r[f"{command}_wall_s"] for r in rows if r["value"] == value)
+
+
+def by_ranks(documents: Mapping[int, Mapping[str, Any]], steps: Sequence[tuple[str, str]]) -> str:
+    """A line a step, over the number of ranks: the median of the cycles, and every cycle a dot."""
+    left, right, top, bottom = 46, 520, 20, 220
+    found = {name: {n: [c[way][name] for c in d["cycles"]] for n, d in documents.items()} for way, name in steps}
+    across, up = max(documents), ticks(max(s for by in found.values() for values in by.values() for s in values))
+    parts = []
+
+    def place(n: float, s: float) -> tuple[float, float]:
+        return left + n / across * (right - left), bottom - s / up[-1] * (bottom - top)
+
+    for s in up:
+        parts += [line("grid", left, place(0, s)[1], right, place(0, s)[1]), text(left - 6, place(0, s)[1] + 4, f"{s:g}", "small end")]
+    parts += [text(place(n, 0)[0], bottom + 16, f"{n}", "small middle") for n in documents] + [line("axis", left, bottom, right, bottom)]
+    ends = sorted((place(across, statistics.median(by[across]))[1], name) for name, by in found.items())
+    y = 0.0
+    for at, name in ends:
+        css = COMMANDS["suspend" if (("down", name) in steps) else "resume"]
+        by, y = found[name], max(at + 4, y + 14)
+        parts += [dot(css, *place(n, s), f"{name}, {n} ranks: {s:.3f} s") for n, values in by.items() for s in values]
+        parts += [path(css, [place(n, statistics.median(values)) for n, values in by.items()]), text(right + 8, y, name, "small")]
+    m = next(iter(documents.values()))["machine"]
+    parts.append(
+        text(left, bottom + 38, f"ranks; seconds of the slowest rank · {m.get('gpu', 'simulated')}, driver {m.get('driver', '–')}", "small")
+    )
+    return svg(right + 110, bottom + 52, "The steps of a suspend and a resume by ranks", parts)
 
 
 def comparison(document: Mapping[str, Any]) -> str:

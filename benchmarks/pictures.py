@@ -2,14 +2,13 @@
 
 usage: pictures.py             memory.svg from cycles.json, timeline.svg from preload_torch.json; ranks.svg from vllm_tp2.json once that has the seconds of each
                                rank; rendezvous.svg, preload.svg, growth.svg, comparison.svg, comparison_vllm.svg and two_models.svg (run_two_models.json) from the
-                               results of their names where there are some; and architecture.svg
+                               results of their names where there are some; by-ranks.svg from vllm_tpN.json once there are two; and architecture.svg
        pictures.py --check     exit 1 if they are not what the result file says
        pictures.py run         run.svg, from a new run (needs an installed gpuckpt; its pids and seconds differ each time)
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -20,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tables_ranks
 from architecture import architecture
-from charts import comparison, growth, two_models
+from charts import by_ranks, comparison, growth, two_models
 from drawing import box, svg, text
 from ranks import has_ranks, ranks
 
@@ -245,7 +245,7 @@ def run() -> str:
 def drawings() -> dict[str, str]:
     """Every picture that is drawn from what is in this tree."""
     found = {"architecture.svg": architecture()}
-    for name, draw, result in (
+    for name, draw, of in (
         ("timeline.svg", timeline, "preload_torch"),
         ("memory.svg", memory, "cycles"),
         ("rendezvous.svg", rendezvous, "rendezvous"),
@@ -256,10 +256,11 @@ def drawings() -> dict[str, str]:
         ("ranks.svg", ranks, "vllm_tp2"),
         ("two_models.svg", two_models, "run_two_models"),
     ):
-        path = RESULTS / f"{result}.json"
-        document = json.loads(path.read_text()) if path.exists() else None
-        if document is not None and (draw is not ranks or has_ranks(document)):
+        if (document := result(of)) and (draw is not ranks or has_ranks(document)):
             found[name] = draw(document)
+    servers = {n: {**d, "cycles": tables_ranks.whole(d)} for n in tables_ranks.COUNTS if (d := result(f"vllm_tp{n}"))}
+    if len(servers) > 1:
+        found["by-ranks.svg"] = by_ranks(servers, tables_ranks.GROWING)
     return found
 
 

@@ -231,7 +231,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/figures.md": {"figures": tables.figures, "soak": tables.soak},
     "docs/how-it-works.md": {"added": tables.added, "growth": tables.growth, "killed": tables.killed},
-    "docs/multi-gpu.md": {"tensor-parallel": tables_ranks.tensor_parallel, "awake-cost": tables_ranks.awake_cost},
+    "docs/multi-gpu.md": {
+        "tensor-parallel": tables_ranks.tensor_parallel,
+        "by-ranks": tables_ranks.by_ranks,
+        "awake-cost": tables_ranks.awake_cost,
+    },
     "docs/pool.md": {"pool": tables.pool, "floors": tables_floors.floors, "awake-pool": tables_ranks.awake_pool},
     "docs/security.md": {"permissions": tables.permissions, "containers": tables.containers},
     "docs/vllm.md": {"vllm-versions": tables.vllm_versions},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from documents import DOCS, UNTESTED, result, source, spread
 
@@ -28,6 +29,36 @@ def tensor_parallel() -> str:
     m, preload = found["machine"], "with the preload library" if "exec" in found["command"] else "without the preload library"
     said = f"Two {m['gpu']}, driver {m['driver']}, vLLM {m['versions'].get('vllm')}, {preload} ({source('vllm_tp2', DOCS)})."
     return "\n".join([*rows, "", f"{said} The probe ran on two H200 and left no file: its figures tell the order, no more."])
+
+
+#: The steps that may take longer with more ranks, in the order of a suspend and a resume.
+GROWING = (("down", "comms"), ("down", "lock"), ("down", "checkpoint"), ("up", "restore"), ("up", "comms-resume"))
+COUNTS = (1, 2, 4, 8)
+
+
+def by_ranks() -> str:
+    """How the steps of `vllm serve -tp N`, nothing moved beforehand, grow with its ranks: medians, and of each step what its slowest rank took."""
+    found = {n: d for n in COUNTS if (d := result(f"vllm_tp{n}"))}
+    rows = [
+        f"| ranks | on each GPU | {' | '.join(name for _, name in GROWING)} | the whole suspend | resume |",
+        "|---|---|" + "---|" * (len(GROWING) + 2),
+    ]
+    for n, document in found.items():
+        runs = whole(document)
+        steps = [f"{statistics.median(r[way][name] for r in runs):.2f} s" for way, name in GROWING]
+        both = [f"{statistics.median(r[f'{way}_wall_s'] for r in runs):.1f} s" for way in ("suspend", "resume")]
+        rows.append(f"| {n} | {document['running_mib'][0] / 1024:.1f} GiB | {' | '.join([*steps, *both])} |")
+    rows += ["", f"By {', '.join(source(f'vllm_tp{n}', DOCS) for n in found)}."] if found else []
+    if left := [str(n) for n in COUNTS if n not in found]:
+        rows[-1] += (
+            f" With {' and '.join([', '.join(left[:-1]), left[-1]] if len(left) > 1 else left)} it has **not yet run on GPUs** (`RANKS=N tests/gpu/vllm_tp2.py`)."
+        )
+    return "\n".join([*rows, *(["", "![The steps of a suspend and a resume by ranks](img/by-ranks.svg)"] if len(found) > 1 else [])])
+
+
+def whole(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its cycles by the driver that came back."""
+    return [c for c in document["cycles"] if c["method"] == "driver" and not c["suspend"] and not c["resume"]]
 
 
 def awake_pool() -> str:

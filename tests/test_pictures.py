@@ -64,3 +64,30 @@ def test_growth_and_comparison() -> None:
     assert "not measured" in words[0]  # of processes there is no row
     assert "suspend 90.6: 1.20 s" in words[0]
     assert "8.60 s" in words[1]
+
+
+RANKS = """
+import tables_ranks
+from charts import by_ranks
+steps = {"down": {"comms": 0.3, "lock": 0.01, "checkpoint": 1.4}, "up": {"restore": 1.5, "comms-resume": 0.25}}
+def server(n):
+    cycles = [{"method": "driver", "suspend": 0, "resume": 0, "suspend_wall_s": 2.0 + n, "resume_wall_s": 2.1,
+               **{way: {k: s * n for k, s in by.items()} for way, by in steps.items()}} for _ in range(3)]
+    return {"cycles": [*cycles, {"method": "auto", "suspend": 0, "resume": 0}], "running_mib": [13754] * n, "machine": {}}
+found = {f"vllm_tp{n}": server(n) for n in (2, 4)}
+tables_ranks.result = found.get
+print(tables_ranks.by_ranks())
+del found["vllm_tp4"]
+print(tables_ranks.by_ranks())
+print(by_ranks({n: {**server(n), "cycles": tables_ranks.whole(server(n))} for n in (1, 2, 8)}, tables_ranks.GROWING).replace("\\n", " "))
+"""
+
+
+def test_growth_with_ranks() -> None:
+    drawn = subprocess.run([sys.executable, "-B", "-c", RANKS], cwd=BENCHMARKS, capture_output=True, text=True, check=True).stdout
+    assert "| 4 | 13.4 GiB | 1.20 s | 0.04 s | 5.60 s | 6.00 s | 1.00 s | 6.0 s | 2.1 s |" in drawn
+    assert "With 1 and 8 it has **not yet run" in drawn
+    assert "With 1, 4 and 8 it has" in drawn
+    assert drawn.count("img/by-ranks.svg") == 1, "one row is no growth"
+    picture = "".join(ET.fromstring(drawn.splitlines()[-1]).itertext())
+    assert "checkpoint, 8 ranks: 11.200 s" in picture
