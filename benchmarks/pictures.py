@@ -22,6 +22,7 @@ from typing import Any
 import tables_ranks
 from architecture import architecture
 from charts import by_ranks, comparison, growth, two_models
+from documents import result
 from drawing import box, svg, text
 from ranks import has_ranks, ranks
 
