@@ -88,7 +88,8 @@ def by_ranks(documents: Mapping[int, Mapping[str, Any]], steps: Sequence[tuple[s
 def comparison(document: Mapping[str, Any]) -> str:
     """Two bars a tool: later suspends and later resumes."""
     found = document["summary"]
-    left, right, y = 150, 620, 20
+    left = max(150, 20 + 7 * max(map(len, found)))
+    right, y = left + 470, 20
     most = ticks(max(v for f in found.values() for v in (f["later_suspend_s"], f["later_resume_s"])))[-1] or 1.0
     parts: list[str] = []
     for tool, f in found.items():
@@ -105,7 +106,7 @@ def comparison(document: Mapping[str, Any]) -> str:
     what = "one vllm serve" if document.get("name") == "comparison_vllm" else "one torch process each"
     of = f"{what}, {document['gib']:g} GiB · {m.get('gpu', 'simulated')}, driver {m.get('driver', '–')}"
     parts.append(text(left + 170, y + 11, of, "small"))
-    return svg(780, y + 26, "Ways off a GPU and back", parts)
+    return svg(right + 160, y + 26, "Ways off a GPU and back", parts)
 
 
 #: How much of a run its picture shows, in seconds: what one can see.
