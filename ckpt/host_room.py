@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gpuckpt import plan
-from gpuckpt.image import reserve
+from gpuckpt.image import page
 from gpuckpt.inspect import host
-from gpuckpt.model import Gpu, GpuProcess, Hazard, HostRoom, State
+from gpuckpt.model import Gpu, GpuProcess, Hazard, HostRoom, ProcessId, State
 
 
 def for_images(
@@ -22,7 +22,7 @@ def for_images(
     untold = _untold(going, method, root, gpus) if method != "pool" else {}
     needs = {p.pid: plan.host_need_bytes(p, method) + untold.get(p.pid, 0) for p in going}
     needed = sum(needs.values())
-    extra = {p.pid: max(0, needs[p.pid] - reserve.ready_bytes(p.id)) for p in going}
+    extra = {p.pid: max(0, needs[p.pid] - _ready_bytes(p.id)) for p in going}
     rooms = _rooms(extra, root)
     who = f" (NVML does not tell what pid {next(iter(untold))} holds; no more than is used on its GPUs)" if untold else ""
     short = _short(rooms, f"the image needs {'up to ' if untold else ''}{{}} of host memory{who}, {{}} leaves {{}}")
@@ -40,6 +40,15 @@ def for_images(
         )
     tightest = min((r for r, _ in rooms), key=lambda r: r.available_bytes, default=None)
     return needed, tightest, short
+
+
+def _ready_bytes(process: ProcessId) -> int:
+    """What the library keeps ready in *process*, where it is there."""
+    if not page.ours(process.pid):
+        return 0
+    from gpuckpt.image import reserve
+
+    return reserve.ready_bytes(process)
 
 
 def _untold(going: Sequence[GpuProcess], method: str, root: Path, gpus: Callable[[], Sequence[Gpu]]) -> dict[int, int]:
