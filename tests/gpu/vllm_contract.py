@@ -306,6 +306,8 @@ def checks_of_run(root: Path) -> dict[str, bool]:
     arguments = "\n".join(path.read_text() for path in (root / "engine/arg_utils.py", *(root / "entrypoints").rglob("cli_args.py")))
     router, envs = Source(root / "entrypoints/serve/dev/sleep/api_router.py"), Source(root / "envs.py")
     sleeps, compilation = Source(root / "v1/engine/core.py"), Source(root / "config/compilation.py")
+    executor, worker = Source(root / "v1/executor/abstract.py"), Source(root / "v1/worker/gpu_worker.py")
+    rpc = Source(root / "entrypoints/serve/dev/rpc/api_router.py")
     variables = (vllm.DEV_MODE, vllm.API_KEY, *(s.name for s in environment.SETTINGS if s.name.startswith("VLLM_")))
     return {
         "options: --enable-sleep-mode, --disable-custom-all-reduce, --compilation-config, --uds, -tp, -pp, -dp": has(
@@ -315,6 +317,15 @@ def checks_of_run(root: Path) -> dict[str, bool]:
         "its variables of gpuckpt env --vllm, for the dev endpoints and for the API key": has(envs.text, *(f'"{name}"' for name in variables)),
         "POST /sleep?level=&mode=, POST /wake_up?tags=, GET /is_sleeping": has(
             router.text, 'post("/sleep")', 'post("/wake_up")', 'get("/is_sleeping")', "level", "mode", "tags"
+        ),
+        "a sleep that its workers deny: none for the executor, which then wakes nobody; the workers can be told by POST /collective_rpc": (
+            any(
+                word in executor.body("Executor", "sleep").partition('self.collective_rpc("sleep"')[2]
+                for word in ("self.is_sleeping = True", "self.sleeping_tags |= SLEEP_TAGS")
+            )
+            and "if not self.is_sleeping:" in executor.body("Executor", "wake_up").partition('self.collective_rpc("wake_up"')[0]
+            and worker.parameters("Worker", "wake_up")[:2] == ["self", "tags"]
+            and has(rpc.text, 'post("/collective_rpc")', '"method"', "collective_rpc(")
         ),
         "level 0 and the tag scheduling: a pause": "level < 1" in sleeps.body("EngineCore", "sleep")
         and '"scheduling" in tags' in sleeps.body("EngineCore", "wake_up"),
