@@ -53,6 +53,7 @@ def refuse_running(pid: int, inventory: Inventory, wished: Mapping[str, str], to
 
 def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
     """Hold the GPUs of the restore to come, and return once each has room. Raises, with nothing changed, if none comes by *until*.
+    While it waits it holds none: others may need less room, or need the GPUs to go back.
 
     What interrupts it is a signal that comes while it waits: the way back after a Ctrl-C waits like any other.
     """
@@ -76,13 +77,11 @@ def claim(walk: Walk, gpu_map: Mapping[str, str], until: float) -> None:
             if walk.world.now() >= patience or any(s.kind == "missing" for s in short):
                 raise no_room(walk, short[0]) if short else still_coming(walk, coming[0])
             walk.say("room", f"waiting for {f'room on {short[0].uuid}' if short else f'what is under way on pid {coming[0]} to end'}")
-            if others:  # they may need the GPUs, to go back
-                walk.claims.remove(held)
-                walk.world.let_go(held)
+            walk.claims.remove(held)
+            walk.world.let_go(held)
             walk.world.wait((), min(patience, walk.world.now() + 0.2))
-            if others:
-                held = walk.world.claim_gpus(gpus, latest)
-                walk.claims.append(held)
+            held = walk.world.claim_gpus(gpus, latest)
+            walk.claims.append(held)
 
 
 def for_goal(walk: Walk, goal: Mapping[ProcessId, State], wait_s: float) -> tuple[dict[ProcessId, State], GpuckptError | None]:

@@ -80,7 +80,7 @@ def test_while_it_waits_for_room(machine: Machine, signum: int, code: int) -> No
     machine.gpuckpt("suspend", target.pid)
     filler = machine.target("--gib", "50")
     resume = machine.begin("resume", target.pid, "--wait", "10m")
-    eventually(lambda: machine.holds_gpu(0), "it waits for room")
+    eventually(lambda: machine.holds_gpu(0), "it looks for room")
     resume.signal(signum)
     result = resume.end()
     assert (result.code, result.error["code"]) == (code, "interrupted")

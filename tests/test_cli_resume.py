@@ -75,10 +75,25 @@ def test_wait_for_room(machine: Machine) -> None:
     short = machine.gpuckpt("resume", target.pid, "--wait", "100ms")
     assert (short.code, short.error["code"]) == (6, "gpu-memory")
     resume = machine.begin("resume", target.pid, "--wait", "30s")
-    eventually(lambda: machine.holds_gpu(0), "it waits for room")
+    eventually(lambda: machine.holds_gpu(0), "it looks for room")
     filler.kill()
     assert resume.end().code == 0
     assert target.unharmed()
+
+
+def test_who_waits_for_room_keeps_nobody_from_theirs(machine: Machine) -> None:
+    large, small = machine.target("--gib", "40"), machine.target("--gib", "4")
+    for target in (large, small):
+        machine.gpuckpt("suspend", target.pid)
+    filler = machine.target("--gib", "60")
+    resume = machine.begin("resume", large.pid, "--wait", "60s")
+    eventually(lambda: machine.holds_gpu(0), "it looks for room")
+    assert machine.gpuckpt("resume", small.pid, "--timeout", "10s").code == 0
+    assert small.unharmed()
+    assert large.state is State.CHECKPOINTED
+    filler.kill()
+    assert resume.end().code == 0
+    assert large.unharmed()
 
 
 def test_the_deadline_holds_for_the_wait_too(machine: Machine) -> None:

@@ -53,14 +53,17 @@ class ReservingWorld(LocalWorld):
 
     def claim_room(self, until: float, waits: Callable[[str], None]) -> None:
         """Hold the GPUs on which something is reserved, once each has room for that. Raises :class:`gpuckpt.errors.GpuMemory`."""
-        self.claim_gpus([g for g in self.gpus() if g.uuid in self._reserved], max(until, self.now() + CLAIM_S))
+        gpus, latest = [g for g in self.gpus() if g.uuid in self._reserved], max(until, self.now() + CLAIM_S)
+        claim = self.claim_gpus(gpus, latest)
         while short := next((g for g in self.gpus() if self._reserved.get(g.uuid) and (g.free_bytes or 0) < MARGIN_BYTES), None):
             words = f"{short.label} has no room for the {size(self._reserved[short.uuid])} that the server takes when it wakes up"
             if self.now() >= until or self.interruptions:
                 cls = errors.Interrupted if self.interruptions else errors.GpuMemory
                 raise cls(f"{words}; it sleeps on, intact", hint="free the GPU; the next request tries again", gpu=short.uuid)
             waits(f"waiting for room: {words}")
+            self.let_go(claim)  # as any resume that waits for room
             self.wait((), min(until, self.now() + 0.2))
+            claim = self.claim_gpus(gpus, latest)
 
     def claim_gpus(self, gpus: Sequence[Gpu], until: float) -> FileClaim:
         claim = super().claim_gpus(gpus, until)
