@@ -2,7 +2,8 @@
 
 There is no daemon. The runs of one user find each other by the control sockets in their runtime directory, and each decides for
 itself. Who waits for a GPU comes to its turn by the time at which it began to wait, so one at a time asks others to leave;
-whoever was asked leaves in its own time: not before it was awake for a moment, and with its requests answered. So each swap serves what waited, and nobody is swapped out by somebody who came later.
+whoever was asked leaves in its own time: not before it was awake for a moment, and with its requests answered. So each swap
+serves what waited, and nobody is swapped out by somebody who came later.
 """
 
 from __future__ import annotations
