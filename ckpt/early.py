@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuckpt.driver import forked
 from gpuckpt.driver.caller import Callers
 from gpuckpt.driver.patient import ANSWER_S, LEAST_S, Patient
 
@@ -21,17 +22,22 @@ class Start:
     devices: Patient
 
 
-def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False, timeout_s: float | None = None) -> Patient:
+def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False, looks: bool = True, timeout_s: float | None = None) -> Patient:
     """The GPUs: simulated ones in the directory that ``GPUCKPT_SIMULATE`` names, else NVML's, which is loaded at the first question,
-    or from now on (*warm*). An answer may take *timeout_s*, ``LEAST_S`` to ``ANSWER_S``."""
+    or from now on (*warm*), in a process of its own where that can be. Then it *looks* at the GPUs at once, or touches none until it is
+    asked. An answer may take *timeout_s*, ``LEAST_S`` to ``ANSWER_S``."""
     within_s = _within_s(timeout_s)
     if directory := environ.get("GPUCKPT_SIMULATE"):
         from gpuckpt.driver.simulated import SimulatedDevices
 
         return Patient(SimulatedDevices(directory), within_s)
+    if warm and forked.possible():
+        from gpuckpt.driver.nvml_apart import NvmlApart
+
+        return Patient(NvmlApart(looks=looks), within_s)
     from gpuckpt.driver.nvml import NvmlDevices
 
-    return Patient(NvmlDevices(warm=warm), within_s)
+    return Patient(NvmlDevices(warm=warm and looks), within_s)
 
 
 def _within_s(timeout_s: float | None) -> float:

@@ -64,6 +64,7 @@ class LocalWorld:
 
     def close(self) -> None:
         self.callers.close()
+        self.devices.close()
         self.agents.close()
         self._wake.close()
         self._wakened.close()

@@ -16,6 +16,7 @@ from gpuckpt import errors
 from gpuckpt.driver.nvml import NvmlDevices
 from gpuckpt.model import MIB, Gpu
 from tests.conftest import BuiltOnce
+from tests.simulated_machine import eventually
 
 FIRST, SECOND = (f"GPU-0000000{index}-0000-0000-0000-000000000000" for index in range(2))
 
@@ -23,11 +24,16 @@ NO_PERMISSION, DRIVER_NOT_LOADED, NOT_SUPPORTED, LIBRARY_NOT_FOUND = 4, 9, 3, 12
 GPU_IS_LOST, RESET_REQUIRED, MISMATCH, UNKNOWN = 15, 16, 18, 999
 
 PROGRAM = """
-import dataclasses, json, sys
+import dataclasses, json, os, signal, sys
 from gpuckpt.driver.nvml import NvmlDevices
+from gpuckpt.driver.nvml_apart import NvmlApart
 from gpuckpt.errors import GpuckptError
+how = sys.argv[2:]
+devices = NvmlApart(looks=how != ["apart, waiting"]) if how and how[0].startswith("apart") else NvmlDevices(warm=how == ["warm"])
+if how == ["apart, killed"]:
+    os.kill(devices._pid, signal.SIGKILL)
 try:
-    answer = getattr(NvmlDevices(warm=sys.argv[2:] == ["warm"]), sys.argv[1])()
+    answer = getattr(devices, sys.argv[1])()
 except GpuckptError as error:
     print(json.dumps({"code": error.code, "message": error.message, "hint": error.hint}))
 else:
@@ -150,9 +156,44 @@ def test_nvml_that_cannot_be_used(library: Path, result: int, code: str, words: 
         assert found["hint"]
 
 
+@pytest.mark.parametrize("how", ["warm", "apart", "apart, waiting", "apart, killed"])
+@pytest.mark.parametrize("question", ["gpus", "version", "processes"])
 @pytest.mark.parametrize("fake", [{}, {"RESULT_nvmlInitWithFlags": DRIVER_NOT_LOADED}, {"RESULT_nvmlInitWithFlags": NO_PERMISSION}])
-def test_loaded_beforehand_it_says_the_same(library: Path, fake: dict[str, int]) -> None:
-    assert ask(library, "gpus", "warm", **fake) == ask(library, "gpus", **fake)
+def test_loaded_beforehand_or_by_another_it_says_the_same(library: Path, fake: dict[str, int], question: str, how: str) -> None:
+    fake = {"PROCESSES_0": "4242:1024 4243:", **fake} if question == "processes" else fake  # type: ignore[dict-item]
+    assert ask(library, question, how, **fake) == ask(library, question, **fake)
+
+
+APART = """
+import os, signal, sys, time
+from gpuckpt import errors
+from gpuckpt.driver.nvml_apart import NvmlApart
+from gpuckpt.driver.patient import Patient
+devices = NvmlApart()
+devices.version()
+print(devices._pid, flush=True)
+os.kill(devices._pid, signal.SIGSTOP)  # as it hangs in the driver
+try:
+    Patient(devices, 0.5).gpus()
+except errors.Deadline as error:
+    print(error.message, flush=True)
+if sys.argv[1] == "close":
+    devices.close()
+    print(len(devices.gpus()), flush=True)
+else:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "killed"])
+def test_the_process_that_asks_nvml_hangs_and_leaves_nothing(library: Path, end: str) -> None:
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library)}
+    done = subprocess.run([sys.executable, "-c", APART, end], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == (0 if end == "close" else -9), done.stderr
+    pid, said, *more = done.stdout.splitlines()
+    assert "has not answered within 0.5 s" in said
+    assert more == (["2"] if end == "close" else []), "closed, it is asked here"
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "it ends with who began it")
 
 
 def test_no_library(tmp_path: Path) -> None:

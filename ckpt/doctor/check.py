@@ -141,6 +141,9 @@ class Absent:
 
     version = gpus = processes = loaded = contexts = image_bytes = image = gpu_lock_path = _fail
 
+    def close(self) -> None:
+        """Nothing of it is open."""
+
 
 def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f} GiB"

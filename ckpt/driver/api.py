@@ -145,3 +145,7 @@ class Devices(Protocol):
     def gpu_lock_path(self, gpu: Gpu) -> str:
         """A file whose ``flock`` stands for this GPU among all users of the machine."""
         ...
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        ...

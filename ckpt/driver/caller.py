@@ -16,14 +16,15 @@ import json
 import os
 import select
 import selectors
-import signal
 import socket
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from gpuckpt.driver import forked
 from gpuckpt.driver.api import CallError, Driver
 from gpuckpt.model import Call, Outcome, ProcessId, State
 from gpuckpt.plan import IMAGE_CALLS
@@ -72,20 +73,9 @@ class Callers:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._helper_pid = self._fork(theirs) if _single_threaded() else self._spawn(theirs)
+            serves = partial(serve, theirs, self.backend)
+            self._helper_pid = forked.start("gpuckpt-callers", theirs, serves) if forked.possible() else self._spawn(theirs)
         self._control = ours
-
-    def _fork(self, control: socket.socket) -> int:
-        """The quick way: no interpreter to start. Safe only without other threads, those of a loaded CUDA or NVML included."""
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setsid()
-                _keep_only(control.fileno())  # no claim of ours may live on in the helper
-                serve(control, self.backend)
-            finally:
-                os._exit(0)
-        return pid
 
     def _spawn(self, control: socket.socket) -> int:
         command = [sys.executable, "-m", "gpuckpt.driver.caller", self.backend]
@@ -161,23 +151,6 @@ class Callers:
             break
 
 
-def _single_threaded() -> bool:
-    return len(os.listdir("/proc/self/task")) == 1
-
-
-def _keep_only(fd: int) -> None:
-    """Close every descriptor but *fd*; read from and write to nothing. A caller that was left to itself must not hold a pipe open
-    that somebody reads our output from."""
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != fd:
-            with contextlib.suppress(OSError):
-                os.close(int(name))
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    os.close(null)
-
-
 def _receive(pending: Pending) -> None:
     try:
         data = pending.sock.recv(_MESSAGE_BYTES)
@@ -212,9 +185,6 @@ def serve(control: socket.socket, name: str) -> None:
     """Be the helper for backend *name*: serve requests until the controller is gone, then wait for the callers that still run."""
     from gpuckpt.errors import GpuckptError
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)
-    _name("gpuckpt-callers")
     problem: GpuckptError | None = None
     backend: Driver | None = None
     try:
@@ -257,7 +227,7 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
 
     call = Call(request["call"]) if request["call"] else None
     process = ProcessId(request["pid"], request["start_ticks"])
-    _name(f"gpuckpt-{call or 'state'}")
+    forked.named(f"gpuckpt-{call or 'state'}")
     begun = time.monotonic()
     answer: dict[str, Any] = {"result": "SUCCESS"}
     if backend is None:
@@ -379,11 +349,7 @@ def _reap(flags: int) -> None:
             pass
 
 
-def _name(text: str) -> None:
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as f:
-        f.write(text[:15])
-
-
 if __name__ == "__main__":
+    forked.unheeding("gpuckpt-callers")
     serve(socket.socket(fileno=int(os.environ.pop("GPUCKPT_CALLER_FD"))), sys.argv[1])
     os._exit(0)

@@ -61,6 +61,9 @@ class Patient(Devices):
     def gpu_lock_path(self, gpu: Gpu) -> str:
         return self._devices.gpu_lock_path(gpu)
 
+    def close(self) -> None:
+        self._devices.close()
+
     def _ask(self, question: Callable[..., T], *about: object) -> T:
         answers: list[T] = []
         failed: list[BaseException] = []

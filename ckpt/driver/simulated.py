@@ -133,6 +133,9 @@ class SimulatedDevices:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.world = SimulatedWorldDir(path)
 
+    def close(self) -> None:
+        """Nothing of it is open."""
+
     def version(self) -> DriverVersion:
         with self.world.transaction() as world:
             return _need_driver(world)

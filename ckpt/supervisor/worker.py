@@ -31,7 +31,8 @@ def main() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     from gpuckpt import early
 
-    callers = early.callers(os.environ)
+    # No GPU is looked at before there is an order: as long as one is, nobody can reset it.
+    start = early.Start(early.callers(os.environ), early.devices(warm=True, looks=False))
     from gpuckpt import group, operation  # noqa: F401 - loaded before they are wanted
     from gpuckpt.supervisor import world  # noqa: F401 - loaded before they are wanted
 
@@ -44,7 +45,7 @@ def main() -> None:
     simulated = bool(os.environ.get("GPUCKPT_SIMULATE"))
     acted = True
     try:
-        report = _operate(early.Start(callers, early.devices(warm=True)), **order)
+        report = _operate(start, **order)
     except errors.GpuckptError as e:
         acted = e.report is not None
         report = e.report or Report(order["command"], False, simulated, error=e.as_dict())

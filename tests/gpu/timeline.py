@@ -41,11 +41,12 @@ def child(words: list[str]) -> None:
     mark("the interpreter is up")
     from gpuckpt import early
     from gpuckpt.cli import entry
-    from gpuckpt.driver import caller, nvml
+    from gpuckpt.driver import caller, nvml, nvml_apart
     from gpuckpt.inspect import processes
     from gpuckpt.journal import Journal
 
     mark("imported: callers, NVML")
+    marked(nvml_apart.NvmlApart, "_ask", "NVML is asked")
     marked(early, "ahead", "the helper is forked, NVML begun")
     marked(caller, "driver", "helper: the driver's bindings")
     marked(caller, "_serve", "caller: one call")

@@ -1,0 +1,54 @@
+"""Forks of this process that serve it over a socket: quicker than an interpreter that starts, and what hangs there hangs nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+
+def possible() -> bool:
+    """Whether a fork of this process is safe: it has one thread. So it has no CUDA or NVML that is initialised."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def start(name: str, sock: socket.socket, act: Callable[[], object]) -> int:
+    """Have a fork *act*, and end. It has a session of its own, *sock* and no other descriptor, and is ended by SIGKILL alone. The pid."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            keep_only(sock.fileno())  # no claim of ours may live on in it
+            unheeding(name)
+            act()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def unheeding(name: str) -> None:
+    """From now on this process is called *name*, and goes on where its controller is told to end."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    named(name)
+
+
+def named(text: str) -> None:
+    """Call this process so, where anybody lists processes."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as f:
+        f.write(text[:15])
+
+
+def keep_only(fd: int) -> None:
+    """Close every descriptor but *fd*; read from and write to nothing. A process that was left to itself must not hold a pipe open
+    that somebody reads our output from."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != fd:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.close(null)
