@@ -37,6 +37,7 @@ class NvmlApart(NvmlDevices):
         self._sock, theirs = socket.socketpair()
         with theirs:
             self._pid = forked.start("gpuckpt-nvml", theirs, lambda: _serve(theirs, looks))
+        self._pidfd = os.pidfd_open(self._pid)
 
     def version(self) -> DriverVersion:
         return self._ask("version", lambda told: DriverVersion((told["cuda"][0], told["cuda"][1]), told["package"]), super().version)
@@ -55,11 +56,12 @@ class NvmlApart(NvmlDevices):
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # who still waits for an answer gets none
         self._sock.close()
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # whoever imported us may have waited for it
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             until = time.monotonic() + _REAP_S  # one that hangs in the driver ends when that lets it
             while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < until:
                 time.sleep(0.0005)
+        os.close(self._pidfd)
 
     def _ask(self, question: str, made: Callable[[Any], T], here: Callable[[], T]) -> T:
         line, asked = b"", self._pid
