@@ -154,7 +154,7 @@ class Walk(Telling):
         for process in phase.processes:
             if guard := self.guards.pop(process, None):
                 guard.keep()
-        begun = world.now()
+        begun, asked_to_stop = world.now(), len(world.interruptions)
         calls: dict[ProcessId, Pending] = {}
         not_made: list[Failure] = []
         initialise = phase.call is Call.RESTORE and not self._persistent()
@@ -179,7 +179,6 @@ class Walk(Telling):
                 self.now[process] = world.states([process])[process]
                 not_made.append(Failure(process, self._error(phase.call, process, Outcome(e.result), self.now[process], gpu_map)))
         limit = self.deadline.limit(phase.call, begun, self.nbytes)
-        asked_to_stop = len(world.interruptions)
         while waiting := [c for c in calls.values() if c.outcome is None]:
             if world.now() >= limit or len(world.interruptions) >= 2:
                 break

@@ -44,7 +44,7 @@ def target(world: SimulatedWorldDir):
 
 @pytest.fixture(params=["forked", "spawned"])
 def callers(request: pytest.FixtureRequest, world: SimulatedWorldDir, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gpuckpt.driver.caller._single_threaded", lambda: request.param == "forked")
+    monkeypatch.setattr("gpuckpt.driver.forked.possible", lambda: request.param == "forked")
     made = Callers(f"simulated:{world.path}")
     yield made
     made.close()
@@ -99,7 +99,7 @@ def test_a_lock_that_went_to_a_successor_is_undone(monkeypatch: pytest.MonkeyPat
     """The pid was somebody else's by the time the driver locked it."""
     answers = iter([True, False])
     monkeypatch.setattr(processes, "is_same", lambda _: next(answers))
-    monkeypatch.setattr(caller, "_name", lambda _: None)
+    monkeypatch.setattr("gpuckpt.driver.forked.named", lambda _: None)
     backend = Mock()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
@@ -144,7 +144,7 @@ def test_a_claim_lives_as_long_as_the_call(callers: Callers, target: ProcessId, 
 
 
 def test_a_forked_helper_holds_nothing_of_ours(world: SimulatedWorldDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuckpt.driver.caller._single_threaded", lambda: True)
+    monkeypatch.setattr("gpuckpt.driver.forked.possible", lambda: True)
     held = os.open(tmp_path, os.O_RDONLY)
     made = Callers(f"simulated:{world.path}")
     made.warm()
