@@ -170,3 +170,20 @@ def test_a_stopped_helper_does_not_hold_us_up(callers: Callers, target: ProcessI
     lock.release()
     assert ended(lambda: state(callers, target) is State.RUNNING)
     os.waitpid(stopped, 0)
+
+
+def test_a_helper_that_ends_late_leaves_no_zombie_for_ever(world: SimulatedWorldDir) -> None:
+    one, two = (Callers(f"simulated:{world.path}") for _ in range(2))
+    one.warm()
+    helper = one._helper_pid
+    os.kill(helper, signal.SIGSTOP)
+    one.close()
+    assert Path(f"/proc/{helper}").exists(), "it is not waited for for long"
+    os.kill(helper, signal.SIGCONT)
+
+    def gone() -> bool:
+        two.warm()
+        two.close()
+        return not Path(f"/proc/{helper}").exists()
+
+    assert ended(gone), "whoever comes next sees to it"

@@ -143,12 +143,7 @@ class Callers:
             return
         self._control.close()
         self._control = None
-        for _ in range(20):
-            with contextlib.suppress(ChildProcessError):
-                if os.waitpid(self._helper_pid, os.WNOHANG)[0] == 0:
-                    time.sleep(0.001)
-                    continue
-            break
+        forked.reap(self._helper_pid)
 
 
 def _receive(pending: Pending) -> None:

@@ -6,7 +6,13 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
+
+#: How long the end of one that was told to end is waited for, in seconds: a zombie would be left to a program that lives on.
+REAP_S = 0.02
+
+_left: list[int] = []  # handles on those that had not ended by then
 
 
 def possible() -> bool:
@@ -26,6 +32,27 @@ def start(name: str, sock: socket.socket, act: Callable[[], object]) -> int:
         finally:
             os._exit(0)
     return pid
+
+
+def reap(pid: int) -> None:
+    """Wait for the end of a child that was told to end, for a moment; one that ends later is seen to at the next occasion."""
+    mine, until = -1, time.monotonic() + REAP_S
+    with contextlib.suppress(OSError):  # whoever imported us may have waited for it
+        _left.append(mine := os.pidfd_open(pid))
+    while True:
+        for fd in [fd for fd in _left if _ended(fd)]:
+            _left.remove(fd)
+            os.close(fd)
+        if mine not in _left or time.monotonic() >= until:
+            return
+        time.sleep(0.0005)
+
+
+def _ended(fd: int) -> bool:
+    try:
+        return os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG) is not None
+    except OSError:
+        return True
 
 
 def unheeding(name: str) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuckpt import errors
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _DIES_WITH_ITS_PARENT = 1  # PR_SET_PDEATHSIG
-_REAP_S = 0.02
 _PIECE_BYTES = 1 << 16
 
 
@@ -56,12 +54,10 @@ class NvmlApart(NvmlDevices):
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # who still waits for an answer gets none
         self._sock.close()
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # whoever imported us may have waited for it
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            until = time.monotonic() + _REAP_S  # one that hangs in the driver ends when that lets it
-            while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < until:
-                time.sleep(0.0005)
         os.close(self._pidfd)
+        forked.reap(pid)  # one that hangs in the driver ends when that lets it
 
     def _ask(self, question: str, made: Callable[[Any], T], here: Callable[[], T]) -> T:
         line, asked = b"", self._pid
