@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpuckpt.driver import forked
 from gpuckpt.driver.caller import Callers
 from gpuckpt.driver.patient import ANSWER_S, LEAST_S, Patient
 
@@ -31,11 +30,11 @@ def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False, look
         from gpuckpt.driver.simulated import SimulatedDevices
 
         return Patient(SimulatedDevices(directory), within_s)
-    if warm and forked.possible():
-        from gpuckpt.driver.nvml_apart import NvmlApart
-
-        return Patient(NvmlApart(looks=looks), within_s)
     from gpuckpt.driver.nvml import NvmlDevices
+    from gpuckpt.driver.nvml_apart import NvmlApart
+
+    if warm and NvmlApart.possible():
+        return Patient(NvmlApart(looks=looks), within_s)
 
     return Patient(NvmlDevices(warm=warm and looks), within_s)
 

@@ -164,6 +164,24 @@ def test_loaded_beforehand_or_by_another_it_says_the_same(library: Path, fake: d
     assert ask(library, question, how, **fake) == ask(library, question, **fake)
 
 
+LOADED = """
+import pynvml, sys
+from gpuckpt import early
+if sys.argv[1] == "loaded":
+    pynvml.nvmlInit()
+devices = early.devices(warm=True)
+print(type(devices._devices).__name__, len(devices.gpus()), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("state", "wanted"), [("loaded", "NvmlDevices"), ("not yet", "NvmlApart")])
+def test_a_program_that_has_nvml_itself_is_not_forked(library: Path, state: str, wanted: str) -> None:
+    """A fork would have its NVML, and not what that has open."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library)}
+    done = subprocess.run([sys.executable, "-c", LOADED, state], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == [wanted, "2"], done.stderr
+
+
 APART = """
 import os, signal, sys, time
 from gpuckpt import errors

@@ -16,7 +16,7 @@ _left: list[int] = []  # handles on those that had not ended by then
 
 
 def possible() -> bool:
-    """Whether a fork of this process is safe: it has one thread. So it has no CUDA or NVML that is initialised."""
+    """Whether a fork of this process is safe: it has one thread, and so no CUDA that is initialised."""
     return len(os.listdir("/proc/self/task")) == 1
 
 

@@ -8,6 +8,7 @@ from gpuckpt import errors
 
 _SMALLEST_IMAGE = 1 << 20  # bytes
 _LIBCUDA = b"/libcuda.so"
+_NVML = b"/libnvidia-ml.so"
 _UVM = b"/dev/nvidia-uvm"
 
 # A program that uses a GPU has thousands of mappings: all of them in one go takes a tenth of what line by line does.
@@ -20,6 +21,11 @@ _FLAGS = re.compile(rb"^VmFlags:.*", re.MULTILINE)
 def has_libcuda(pid: int) -> bool:
     """Whether the CUDA driver library is mapped in *pid*; False where we may not look or *pid* is gone."""
     return _maps_contain(pid, _LIBCUDA)
+
+
+def has_nvml(pid: int) -> bool:
+    """Whether NVML's library is mapped in *pid*."""
+    return _maps_contain(pid, _NVML)
 
 
 def has_context(pid: int) -> bool:

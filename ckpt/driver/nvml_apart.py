@@ -11,7 +11,7 @@ import socket
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpuckpt import errors
-from gpuckpt.driver import forked
+from gpuckpt.driver import forked, mappings
 from gpuckpt.driver.api import DriverVersion
 from gpuckpt.driver.nvml import NvmlDevices
 from gpuckpt.model import Gpu
@@ -26,8 +26,13 @@ _PIECE_BYTES = 1 << 16
 
 
 class NvmlApart(NvmlDevices):
-    """As its base, of which it says the same; another process asks NVML. Where that has ended, NVML is asked here. Create it only where
-    :func:`gpuckpt.driver.forked.possible`."""
+    """As its base, of which it says the same; another process asks NVML. Where that has ended, NVML is asked here. Only where that is
+    :meth:`possible`."""
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether this process can be forked, and has no NVML, whose descriptors a fork would share and not have."""
+        return forked.possible() and not mappings.has_nvml(os.getpid())
 
     def __init__(self, *, looks: bool = True) -> None:
         """*looks*: at the GPUs from now on; else it touches none until it is asked."""
