@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,9 +34,9 @@ def devices(environ: Mapping[str, str] = os.environ, *, warm: bool = False, look
     from gpuckpt.driver.nvml import NvmlDevices
     from gpuckpt.driver.nvml_apart import NvmlApart
 
-    if warm and NvmlApart.possible():
-        return Patient(NvmlApart(looks=looks), within_s)
-
+    with contextlib.suppress(OSError):
+        if warm and NvmlApart.possible():
+            return Patient(NvmlApart(looks=looks), within_s)
     return Patient(NvmlDevices(warm=warm and looks), within_s)
 
 

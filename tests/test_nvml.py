@@ -165,18 +165,26 @@ def test_loaded_beforehand_or_by_another_it_says_the_same(library: Path, fake: d
 
 
 LOADED = """
-import pynvml, sys
+import os, pynvml, sys
 from gpuckpt import early
 if sys.argv[1] == "loaded":
     pynvml.nvmlInit()
+def none(*_):
+    raise OSError("none")
+if sys.argv[1] == "no process":
+    os.fork = none
+if sys.argv[1] == "no handle":
+    os.pidfd_open = none
 devices = early.devices(warm=True)
 print(type(devices._devices).__name__, len(devices.gpus()), flush=True)
 """
 
 
-@pytest.mark.parametrize(("state", "wanted"), [("loaded", "NvmlDevices"), ("not yet", "NvmlApart")])
-def test_a_program_that_has_nvml_itself_is_not_forked(library: Path, state: str, wanted: str) -> None:
-    """A fork would have its NVML, and not what that has open."""
+@pytest.mark.parametrize(
+    ("state", "wanted"), [("loaded", "NvmlDevices"), ("no process", "NvmlDevices"), ("no handle", "NvmlDevices"), ("not yet", "NvmlApart")]
+)
+def test_nvml_is_asked_here_where_no_other_can(library: Path, state: str, wanted: str) -> None:
+    """A fork of a program that has NVML itself would have that, and not what it has open."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library)}
     done = subprocess.run([sys.executable, "-c", LOADED, state], env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == [wanted, "2"], done.stderr

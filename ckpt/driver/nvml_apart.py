@@ -1,4 +1,4 @@
-"""NVML in a process of its own: ``pynvml`` takes longer to load than all the rest of a command, and is loaded beside that."""
+"""NVML in a process of its own: of all that a command loads ``pynvml`` takes longest, and there it is loaded beside the rest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NvmlApart(NvmlDevices):
         return forked.possible() and not mappings.has_nvml(os.getpid())
 
     def __init__(self, *, looks: bool = True) -> None:
-        """*looks*: at the GPUs from now on; else it touches none until it is asked."""
+        """*looks*: at the GPUs from now on; else it touches none until it is asked. Raises ``OSError`` where no process can be had."""
         super().__init__()
         self._sock, theirs = socket.socketpair()
         with theirs:
