@@ -90,6 +90,8 @@ class LocalWorld:
             return
 
         def note(signum: int, _: FrameType | None) -> None:
+            if not self.heeds(signum):
+                return
             self._signals.append(signum)
             with contextlib.suppress(OSError):
                 self._wakened.send(b"x")
@@ -103,6 +105,10 @@ class LocalWorld:
         finally:
             for s, handler in before.items():
                 signal.signal(s, handler if restore else signal.SIG_IGN)
+
+    def heeds(self, signum: int) -> bool:  # noqa: ARG002
+        """Whether a signal counts. Of a person a second one means: leave it."""
+        return True
 
     # Looking.
 

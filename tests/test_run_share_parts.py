@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import pytest
 from gpuckpt import early, errors
 from gpuckpt.driver.simulated_store import SimulatedWorldDir
 from gpuckpt.errors import Busy
+from gpuckpt.local import LocalWorld
 from gpuckpt.supervisor import share
 from gpuckpt.supervisor.model import RunState
 from gpuckpt.supervisor.share import Share, Sharing, chosen_gpus
@@ -165,3 +168,15 @@ def test_gpus_that_were_let_go_can_be_held_again(monkeypatch: pytest.MonkeyPatch
             world.claim_gpus(world.gpus(), world.now())
         world.let_go(claim)
         world.claim_gpus(world.gpus(), world.now()).release()
+
+
+def test_the_death_of_a_supervisor_counts_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The kernel tells it once for each thread that the worker is handed to. A second signal left the call in hand, and the next
+    supervisor found its child locked, in the middle of a resume."""
+    SimulatedWorldDir.create(tmp_path / "sim")
+    monkeypatch.setenv("GPUCKPT_SIMULATE", str(tmp_path / "sim"))
+    for made, told in ((ReservingWorld("resume", {}, None, lambda _: None, early.begin()), 1), (LocalWorld(start=early.begin()), 2)):
+        with made as world, world.interruptible(restore=True):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert list(world.interruptions) == [signal.SIGTERM] * told

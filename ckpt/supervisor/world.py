@@ -35,6 +35,11 @@ class ReservingWorld(LocalWorld):
         self._reserved, self._host_left, self._told = reserved, host_left, told
         self._kept: list[int] = []
 
+    def heeds(self, signum: int) -> bool:
+        """The first of a kind. The death of a supervisor that has several threads is told once for each that its worker is handed to, and
+        no call in hand is left for that: nobody is there to go on with it."""
+        return signum not in self._signals
+
     def gpus(self) -> tuple[Gpu, ...]:
         return tuple(
             g if g.free_bytes is None else dataclasses.replace(g, free_bytes=max(0, g.free_bytes - self._reserved.get(g.uuid, 0)))
