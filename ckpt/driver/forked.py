@@ -15,6 +15,17 @@ REAP_S = 0.02
 _left: list[int] = []  # handles on those that had not ended by then
 
 
+PR_SET_PDEATHSIG = 1
+
+
+def prctl(option: int, argument: int) -> None:
+    """Raises ``OSError``."""
+    import ctypes  # which most commands need not load
+
+    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
 def possible() -> bool:
     """Whether a fork of this process is safe: it has one thread, and so no CUDA that is initialised."""
     return len(os.listdir("/proc/self/task")) == 1

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_DIES_WITH_ITS_PARENT = 1  # PR_SET_PDEATHSIG
 _PIECE_BYTES = 1 << 16
 
 
@@ -84,9 +83,7 @@ class NvmlApart(NvmlDevices):
 
 
 def _serve(sock: socket.socket, looks: bool) -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_DIES_WITH_ITS_PARENT, signal.SIGKILL)
+    forked.prctl(forked.PR_SET_PDEATHSIG, signal.SIGKILL)
     import pynvml  # noqa: F401 - this is what takes so long
 
     devices = NvmlDevices()

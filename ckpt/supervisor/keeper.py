@@ -13,7 +13,6 @@ then on.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -24,6 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpuckpt.driver.forked import PR_SET_PDEATHSIG, prctl
 from gpuckpt.inspect.processes import KEEPER, below, send
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ LEFTOVER_GRACE_S = 3.0
 DEATH_S = 30.0
 #: How often it looks whether the next supervisor would find it, in seconds.
 LOOK_S = 1.0
-PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 
@@ -164,11 +163,6 @@ class Keeper:
         if self._supervisor is not None:
             with contextlib.suppress(OSError):
                 self._supervisor.sendall(json.dumps(message).encode() + b"\n")
-
-
-def prctl(option: int, argument: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def _become(command: list[str], environ: dict[str, str], writer: int, parent: int) -> None:

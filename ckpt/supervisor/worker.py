@@ -26,7 +26,7 @@ TAKEN = '{"taken": true}\n'
 
 
 def main() -> None:
-    from gpuckpt.supervisor.keeper import PR_SET_PDEATHSIG, prctl
+    from gpuckpt.driver.forked import PR_SET_PDEATHSIG, prctl
 
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     from gpuckpt import early
