@@ -217,7 +217,7 @@ class LocalWorld:
 
     def cuda_processes(self, pids: Iterable[int], procs: dict[int, Proc], held: dict[int, dict[str, int | None]]) -> dict[int, GpuProcess]:
         """Those of *pids* that hold a CUDA context or are checkpointed, as the driver and NVML describe them."""
-        if not (wanted := [p for p in pids if p in procs and p != self.me.pid]):
+        if not (wanted := [p for p in pids if p in procs and not self._ours(procs[p])]):
             return {}
         # What /proc does not show of a process is not known to be nothing.
         headless = {p for p in wanted if procs[p].headless}
@@ -245,6 +245,11 @@ class LocalWorld:
                 procs[pid].stopped,
             )
         return found
+
+    def _ours(self, proc: Proc) -> bool:
+        """Whether it is this process, or one that asks the driver on its behalf: that has the driver loaded, and nothing on a GPU."""
+        helper = self.callers.helper()
+        return proc.pid in (self.me.pid, helper, self.devices.helper()) or (helper != 0 and proc.ppid == helper)
 
     def states(self, processes_: Iterable[ProcessId]) -> dict[ProcessId, State]:
         found: dict[ProcessId, State] = {}

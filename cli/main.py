@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import signal
-import traceback
 from typing import Any
 
 import click
@@ -95,6 +94,8 @@ class Lazy(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as e:  # noqa: BLE001 - whatever it is: the exit status and the document must not say what nobody knows
+            import traceback
+
             traceback.print_exc()
             error = Unexpected(
                 f"a fault in gpuckpt: {type(e).__name__}: {e}", hint="gpuckpt status, then gpuckpt recover; and report the trace"

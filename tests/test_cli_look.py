@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from gpuckpt.cli import demo
 from gpuckpt.cli.main import COMMANDS, main
 from gpuckpt.driver.api import DriverVersion
 from gpuckpt.driver.simulated import SimulatedDevices
+from gpuckpt.inspect import processes
 from gpuckpt.model import GIB, Call, GpuBytes, State
 from tests.simulated_machine import COMMAND, Result, eventually
 
@@ -143,6 +145,37 @@ def test_a_dead_member_is_named(machine: Machine) -> None:
     result = machine.gpuckpt("resume", two.pid)  # its number still stands for the group
     assert (result.code, result.states) == (0, {one.pid: "running", two.pid: "gone"})
     assert one.unharmed()
+
+
+def test_who_asks_the_driver_for_us_is_not_asked_about(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """The helper, its callers and the process that asks NVML have the driver loaded, and are of one tree with a child of the command."""
+    from gpuckpt.local import LocalWorld
+
+    command = [sys.executable, "-m", "gpuckpt.driver.simtarget"]
+    asked: list[int] = []
+    with (
+        LocalWorld(machine.environ) as world,
+        subprocess.Popen(command, env=machine.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child,
+        subprocess.Popen(["sleep", "60"]) as nvml,
+    ):
+        assert child.stdout is not None
+        child.stdout.readline()
+        monkeypatch.setattr(world.devices, "helper", lambda: nvml.pid)
+        monkeypatch.setattr(world.devices, "loaded", lambda pids: asked.extend(pids) or {child.pid})
+        proc = processes.read(child.pid)
+        assert proc is not None
+        lock = world.start(Call.LOCK, proc.id, timeout_s=10.0)
+        world.wait([lock], world.now() + 10)  # its caller stands by
+        ours = {os.getpid(), nvml.pid, world.callers.helper(), lock.caller_pid}
+        try:
+            (member,) = world.inspect([child.pid], tree=True).processes
+        finally:
+            lock.release()
+            child.kill()
+            nvml.kill()
+    assert (member.pid, member.state) == (child.pid, State.LOCKED)
+    assert child.pid in asked
+    assert not ours & set(asked)
 
 
 def test_foreign_pids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: Machine) -> None:

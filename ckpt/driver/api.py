@@ -146,6 +146,10 @@ class Devices(Protocol):
         """A file whose ``flock`` stands for this GPU among all users of the machine."""
         ...
 
+    def helper(self) -> int:
+        """The pid of the process that asks on our behalf; 0 where there is none."""
+        ...
+
     def close(self) -> None:
         """Nothing is asked any more."""
         ...

@@ -67,6 +67,10 @@ class Callers:
     _helper_pid: int = 0
     _control: socket.socket | None = None
 
+    def helper(self) -> int:
+        """Its pid; 0 before there is one."""
+        return self._helper_pid
+
     def warm(self) -> None:
         """Start the helper, if it is not there. Returns at once; it loads while the operation looks around."""
         if self._control is not None:

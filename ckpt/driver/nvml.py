@@ -109,6 +109,9 @@ class NvmlDevices(Devices):
             raise kind(f"{gpu.label} has no device node that NVML knows of", hint=_LOOK, gpu=gpu.uuid)
         return f"/dev/nvidia{gpu.minor}"
 
+    def helper(self) -> int:
+        return 0
+
     def close(self) -> None:
         """What NVML has open is open until this process ends."""
 

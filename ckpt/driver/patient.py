@@ -61,6 +61,9 @@ class Patient(Devices):
     def gpu_lock_path(self, gpu: Gpu) -> str:
         return self._devices.gpu_lock_path(gpu)
 
+    def helper(self) -> int:
+        return self._devices.helper()
+
     def close(self) -> None:
         self._devices.close()
 

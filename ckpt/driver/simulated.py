@@ -133,6 +133,9 @@ class SimulatedDevices:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.world = SimulatedWorldDir(path)
 
+    def helper(self) -> int:
+        return 0
+
     def close(self) -> None:
         """Nothing of it is open."""
 

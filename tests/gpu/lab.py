@@ -342,6 +342,29 @@ def fill(index: int = 0) -> int:
     return int(done.stdout)
 
 
+TAKER = """
+import ctypes, json, os, sys
+index, mib = map(int, sys.argv[1:])
+try:
+    os.makedirs("/sys/fs/cgroup/gpuckpt-taker", exist_ok=True)
+    open("/sys/fs/cgroup/gpuckpt-taker/cgroup.procs", "w").write("0")
+except OSError:
+    pass
+l = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); p = ctypes.c_void_p()
+assert l.cuInit(0) == 0 and l.cuDevicePrimaryCtxRetain(ctypes.byref(c), index) == 0 and l.cuCtxSetCurrent(c) == 0
+print(json.dumps({"pid": os.getpid()}), flush=True)
+for _ in sys.stdin:
+    print(json.dumps({"taken": l.cuMemAlloc_v2(ctypes.byref(p), ctypes.c_size_t(mib << 20))}), flush=True)
+"""
+
+
+def taker(mib: int, index: int = 0) -> Target:
+    """A process that takes *mib* of a GPU once it is sent a line. It has nothing in common with any other: not even, as root, a cgroup."""
+    if SIMULATED:
+        return Target(mib / 1024, "plain", index)  # at once
+    return Target(program=[sys.executable, "-c", TAKER, str(index), str(mib)])
+
+
 def wait_for(condition: Any, seconds: float) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""The driver's calls alone and our commands, in turn on the same process: what we add. usage: overhead.py [N]
+"""The driver's calls alone and our commands, in turn on the same process, each first in its turn: what we add. usage: overhead.py [N]
 
 ``gpuckpt`` is the one on the PATH: in a virtual environment of its own, as a tool is installed, or in the program's, whose every package may have a say in how
 long Python takes to start. The result file says how long that is, too.
@@ -43,18 +43,28 @@ if not SIMULATED and r.document["gpuckpt_environment"] != "its own":
         r.note("bytecode", f"{', '.join(bare)} had no bytecode there, and were compiled beforehand as pip does")
     elif sys.pycache_prefix:
         r.note("bytecode", "kept in a directory of its own")
+
+
+def by_driver(pid: int, pause_s: float) -> dict[str, float]:
+    p = subprocess.run([sys.executable, "-c", ALONE, str(pid), str(pause_s)], capture_output=True, text=True, timeout=60, check=True)
+    return json.loads(p.stdout)
+
+
+def by_gpuckpt(pid: int) -> dict[str, float]:
+    code, down, down_wall = gpuckpt("suspend", pid)
+    up_code, up, up_wall = gpuckpt("resume", pid)
+    assert code == up_code == 0, (down, up)
+    steps = {**{s["name"]: s["seconds"] for s in down["steps"]}, **{f"resume_{s['name']}": s["seconds"] for s in up["steps"]}}
+    return {"suspend_wall": down_wall, "resume_wall": up_wall, "suspend": down["seconds"], "resume": up["seconds"], **steps}
+
+
 target = Target(0.25)
 try:
     alone, paused, ours = [], [], []
-    for _ in range(n):
-        for found, pause in ((alone, 0.0), (paused, PAUSE_S)):
-            p = subprocess.run([sys.executable, "-c", ALONE, str(target.pid), str(pause)], capture_output=True, text=True, timeout=60, check=True)
-            found.append(json.loads(p.stdout))
-        code, down, down_wall = gpuckpt("suspend", target.pid)
-        up_code, up, up_wall = gpuckpt("resume", target.pid)
-        assert code == up_code == 0, (down, up)
-        steps = {**{s["name"]: s["seconds"] for s in down["steps"]}, **{f"resume_{s['name']}": s["seconds"] for s in up["steps"]}}
-        ours.append({"suspend_wall": down_wall, "resume_wall": up_wall, "suspend": down["seconds"], "resume": up["seconds"], **steps})
+    arms = [(alone, lambda: by_driver(target.pid, 0.0)), (paused, lambda: by_driver(target.pid, PAUSE_S)), (ours, lambda: by_gpuckpt(target.pid))]
+    for i in range(n):
+        for found, cycle in arms[i % 3 :] + arms[: i % 3]:
+            found.append(cycle())
     median = {k: round(statistics.median(x[k] for x in alone), 4) for k in alone[0]}
     mine = {k: round(statistics.median(x[k] for x in ours), 4) for k in ours[0]}
     added = {

@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from job import Budget, Rank, ask, environment, kill, runs, steps, tail
-from lab import SIMULATED, Results, Target, free_mib, gpuckpt, used_mib, wait_for
+from lab import SIMULATED, Results, free_mib, gpuckpt, taker, used_mib, wait_for
 
 from gpuckpt.agent.client import Agents
 from gpuckpt.inspect import processes
@@ -119,14 +119,15 @@ def filled(first: list[dict[str, Any]]) -> dict[str, Any]:
     """Somebody takes the GPU of rank 1 while the job is suspended, so that what it had does not fit any more; and gives it back."""
     held_mib = used_mib(1)
     row: dict[str, Any] = {"suspend": gpuckpt("suspend", ranks[0].pid, timeout=budget.left(keep_s=3.0))[0]}
-    taker = Target(round((free_mib(1) - held_mib // 2) / 1024 - 0.7, 2), "plain", 1)
+    other = taker(free_mib(1) - held_mib // 2 - 700, 1)
+    row["taken"] = other.ask()
     row["held_mib"], row["free_mib"] = held_mib, free_mib(1)
     try:
         row["resume_without"], document, _ = gpuckpt("resume", ranks[0].pid, timeout=budget.left(keep_s=3.0))
         row["error"], row["mib"] = document.get("error"), [used_mib(g) for g in range(size)]
         row["suspended"] = gpuckpt("is-suspended", ranks[0].pid, timeout=30)[0] == 0
     finally:
-        taker.end()
+        other.end()
     row["resume"] = gpuckpt("resume", ranks[0].pid, "--wait", "20s", timeout=budget.left(keep_s=3.0))[0]
     row["exact"] = ask(ranks) == first
     return row
