@@ -26,10 +26,10 @@ def source(name: str, up: str = "") -> str:
     return f"[{name}.json]({up}benchmarks/results/{name}.json)"
 
 
-def spread(values: Sequence[float], unit: str = "s") -> str:
+def spread(values: Sequence[float], unit: str = "s", digits: int = 1) -> str:
     """Median, and least to most: "13.9 s (12.4–15.3)"."""
-    middle = f"{statistics.median(values):.1f} {unit}"
-    return middle if len(values) < 3 else f"{middle} ({min(values):.1f}–{max(values):.1f})"
+    middle = f"{statistics.median(values):.{digits}f} {unit}"
+    return middle if len(values) < 3 else f"{middle} ({min(values):.{digits}f}–{max(values):.{digits}f})"
 
 
 def huge_pages(document: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ usage: readme.py            fill the blocks between <!-- NAME --> and <!-- /NAME
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -104,6 +105,15 @@ def tested() -> str:
         ),
         ("vllm_sleep_exec", "the same started by `gpuckpt exec`: by the driver with the preload library and without it, in turn"),
         ("vllm_sleep_pool_exec", "the same with the preload library and `GPUCKPT_POOL=1`: weights, KV cache and graphs in gpuckpt's pool"),
+        ("vllm_levels", "and suspended while it sleeps at either level, woken up in each order; the cost of a dropped cache"),
+        ("vllm_levels_lora", "a model and its adapter (LoRA) after three suspends"),
+        ("vllm_residue", "20 suspends by the pool alone, whose rest does not grow, and suspends by pool and driver between them"),
+        ("vllm_residue_tp2", "the same on two GPUs, `-tp 2`"),
+        (
+            "sleep_denied",
+            "a `vllm serve` that sleeps while another program takes more of the GPU than it gives up, and denies its sleep "
+            "(the check that failed wanted the 232 MiB of torch's cache at once, too)",
+        ),
         ("two_ranks", "a torch job of two ranks with three NCCL communicators each, eager and in a CUDA graph"),
         ("two_ranks_looks", "the same, 17 cycles, by agents that look on the program's own thread"),
         (
@@ -128,13 +138,17 @@ def tested() -> str:
         ("ranks_bad_days_deaths", "a rank that dies in the communicators' suspend, locked, in a checkpoint, while suspended"),
         ("ranks_bad_days_deaths_late", "a rank that dies in a restore, in the way back of its communicators"),
         ("ranks_bad_days_hanging", "a rank that hangs in a suspend, in a restore, in the way back of its communicators"),
-        ("run_two_models", "two models that do not fit on one GPU together, `--share`, an unmodified `openai` client, 81 swaps; a lease"),
+        (
+            "run_two_models",
+            f"two models that do not fit on one GPU together, `--share`, an unmodified `openai` client, {swaps()} swaps; a lease",
+        ),
         ("vllm_dp", "a mixture of experts by `vllm serve -dp 2 --enable-expert-parallel` on two GPUs: both engines or none"),
         ("preload", "the preload library: who maps the image, an image that cannot be mapped; a library of before, which populated only"),
         ("preload_torch", "suspends with the preload library and without it, in turn, of a torch process"),
         ("preload_plain", "and of a plain C program"),
         ("reserve_plain", "a plain C program: the driver alone, with the preload library, and with memory kept ready for it as well"),
         ("reserve_torch", "and a torch process"),
+        ("reserve_auto", "memory kept ready by itself, in `exec` and `run`"),
         ("image", "images on disk and in memory, in turn"),
         ("pool", "the pool: sleeps, wakes, levels, graphs, a suspend while it sleeps; what ends while it sleeps"),
         ("pool_128", "and once more, with fingerprints of 128 bits"),
@@ -144,6 +158,12 @@ def tested() -> str:
     ):
         rows.append(f"| {what} | {outcome(name)} |")
     return "\n".join(rows)
+
+
+def swaps() -> int:
+    """How often one model made way for the other, for a request."""
+    asked = [row["model"] for row in (result("run_two_models") or {}).get("rows", ())]
+    return sum(a != b for a, b in itertools.pairwise(asked))
 
 
 def faults_said() -> str:

@@ -154,7 +154,8 @@ def growth() -> str:
                 f"| {command}, by {axis if axis != 'gib' else 'GiB'} ({f['points']} sizes) | {f['fixed']:.2f} ± {f['fixed_plus_minus']:.2f} s "
                 f"| {f['slope'] * 1000:.1f} ± {f['slope_plus_minus'] * 1000:.1f} ms a {unit} |"
             )
-    return "\n".join([*rows, "", f"({source('growth', DOCS)})", "", "![How the time grows](img/growth.svg)"])
+    said = "; ".join([source("growth", DOCS), *([found["beside"]] if "beside" in found else [])])
+    return "\n".join([*rows, "", f"({said})", "", "![How the time grows](img/growth.svg)"])
 
 
 #: What a soak looks at, and in what.
@@ -190,7 +191,8 @@ def soak() -> str:
         [
             *rows,
             "",
-            f"Growth an iteration, by least squares, with its 95 % interval; each run is one process without interruption ({source('soak', DOCS)}).",
+            f"Growth an iteration, by least squares, with its 95 % interval; each run is one process without interruption "
+            f"({'; '.join([source('soak', DOCS), *([found['beside']] if 'beside' in found else [])])}).",
         ]
     )
 
