@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gpuckpt import errors
 from gpuckpt.errors import GpuckptError
@@ -14,8 +13,7 @@ from gpuckpt.model import Inventory, Membership
 END = "end"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What this host's journal says of the processes that an operation is about."""
 
     group: str = ""  # that other hosts have a part in too

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpuckpt.driver.caller import Callers
 from gpuckpt.driver.patient import ANSWER_S, LEAST_S, Patient
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """A helper that loads the driver's bindings, and GPUs that are being looked for."""
 
     callers: Callers

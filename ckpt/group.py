@@ -152,7 +152,7 @@ class Group(Walk):
         self.warnings += [w for w in inventory.warnings if w not in self.warnings]
         if self.barrier.several:  # then it is looked at over all hosts
             return inventory
-        return dataclasses.replace(inventory, hazards=(*inventory.hazards, *ranks.hazards({"": inventory.ranks}, inventory.outside)))
+        return inventory._replace(hazards=(*inventory.hazards, *ranks.hazards({"": inventory.ranks}, inventory.outside)))
 
     def claim_group(self, inventory: Inventory, targets: Sequence[int], tree: bool) -> tuple[Inventory, Sequence[int]]:
         """Hold the group, and look at it again if it changed before we held it. What was suspended together stays together."""
@@ -202,7 +202,7 @@ class Group(Walk):
             if member is not None and record.membership is not None:
                 self.barrier.check(record.membership, member.id.pid)
                 committed = record.membership.phase == "committed" and record.status is not Status.UNDOING
-                return dataclasses.replace(part, group=record.membership.group, committed=committed)
+                return part._replace(group=record.membership.group, committed=committed)
         return part
 
     def join(self, inventory: Inventory, pid: int, *, already: bool, part: Part, nbytes: int) -> bool:
@@ -249,7 +249,7 @@ class Group(Walk):
                         pid=p.pid,
                     )
                 elif p.state is not State.RUNNING:  # the other hazards are a suspend's
-                    self.refuse(dataclasses.replace(inventory, hazards=tuple(h for h in inventory.hazards if h.kind == "stopped")))
+                    self.refuse(inventory._replace(hazards=tuple(h for h in inventory.hazards if h.kind == "stopped")))
             known += [r for r in records if r not in known and any(m.id in found for m in r.members)]
         members = {**found, **{m.id: m for r in known for m in r.members}}
         if not members:

@@ -13,9 +13,8 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuckpt import claims, errors, plan, words
 from gpuckpt.driver.api import CallError
@@ -31,8 +30,7 @@ RAM = words.RAM
 GIVEN_BACK_LEAST = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """Where the image of a suspended process is: bytes in memory, bytes on disk, and the rest of what a report says of it."""
 
     host_bytes: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import socket
@@ -128,7 +127,7 @@ class LocalWorld:
         if not members:
             refusals.explain_nothing(targets, self.command)
         others = self._group(sorted(along), procs, held, tree)[0] if along else {}
-        taken = {pid: dataclasses.replace(p, along=True) for pid, p in others.items() if pid not in members}
+        taken = {pid: p._replace(along=True) for pid, p in others.items() if pid not in members}
         members |= taken
         if 1 in members:
             refusals.explain_init(targets)

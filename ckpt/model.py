@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -52,6 +52,10 @@ class Call(enum.StrEnum):
     LOAD = "load"  # and filled again from the file
 
 
+#: No steps of a plan's walk, which ends where the driver's calls end.
+IMAGE_CALLS = frozenset({Call.STORE, Call.DROP, Call.LOAD})
+
+
 class Status(enum.StrEnum):
     """What a journal record stands for. All but ``SUSPENDED`` are unfinished while nobody works on them."""
 
@@ -75,8 +79,7 @@ class ProcessId:
         return str(self.pid)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a call ended. ``result`` is "SUCCESS", a CUDA result's name, "STALE" (the process was another one by then),
     "VANISHED" (its caller died: the call itself goes on in the target) or an exception of the adapter ("gpuckpt:CODE")."""
 
@@ -150,8 +153,7 @@ class Movable:
         return self.kept_bytes + self.dropped_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
+class GpuProcess(NamedTuple):
     """A process with CUDA state."""
 
     id: ProcessId
@@ -195,8 +197,7 @@ class Hazard:
     acceptable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
+class Rank(NamedTuple):
     """What one process is in one communicator of more than one rank, as its agent describes it. ``nccl`` is a version, "" if unknown."""
 
     pid: int
@@ -206,8 +207,7 @@ class Rank:
     nccl: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Outsider:
+class Outsider(NamedTuple):
     """A process that is not part of an operation, and has a rank in a communicator of that name and size. ``near``: it is related."""
 
     rank: Rank
@@ -240,16 +240,14 @@ class Membership:
         return f"gpuckpt resume {pid} --rendezvous {self.rendezvous} --nodes {len(self.hosts)} --node-rank {self.node}{key}"
 
 
-@dataclass(frozen=True, slots=True)
-class HostRoom:
+class HostRoom(NamedTuple):
     """Host memory that a process may still take, and the limit that says so ("MemAvailable", "memory.max of /a/b")."""
 
     available_bytes: int
     limit: str
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(NamedTuple):
     """What an operation found: its CUDA processes in pid order, and all that decides whether it may go on."""
 
     processes: tuple[GpuProcess, ...]

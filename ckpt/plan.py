@@ -7,7 +7,7 @@ back, and recovering after a crash are the same walk with other goals.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpuckpt.model import GIB, MIB, Call, Gpu, GpuBytes, GpuProcess, ProcessId, State, Status
 
@@ -28,8 +28,6 @@ _OUT_OF = {up: state for state, (_, up) in CALLS.items()}
 AGENT_STAGES = frozenset({State.QUIESCED, State.OFFLOADED, State.COMMS_SUSPENDED, State.DISARMED})
 #: Those of them in which what its own allocator held has left the GPU, if it was to.
 AWAY = frozenset({State.OFFLOADED, State.COMMS_SUSPENDED, State.DISARMED})
-#: Calls that move an image between host memory and disk; no step of the walk, which ends where the driver's calls end.
-IMAGE_CALLS = frozenset({Call.STORE, Call.DROP, Call.LOAD})
 #: Calls that an agent makes, on the program's own thread; the others are the driver's.
 AGENT_CALLS = frozenset(call for state in AGENT_STAGES for call in CALLS[state])
 #: Of these the ones that move memory: they take as long as its bytes do.
@@ -63,8 +61,7 @@ RESTORE_MARGIN_BYTES = 256 * MIB
 IMAGE_MARGIN_BYTES = 128 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """One call on several processes at once. The next phase starts when all of them have ended."""
 
     call: Call
@@ -208,8 +205,7 @@ def room_need_bytes(
     return need
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
+class Shortage(NamedTuple):
     """A GPU that a restore cannot use now. ``kind``: "memory", "unknown", "lost", "missing", "changed" or "crowded" (takes one process)."""
 
     kind: str

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuckpt.model import Hazard, ProcessReport, Report, Step
 from gpuckpt.world import World
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Told while driver calls run: the step, and the bytes on the group's GPUs now and at the start of the operation."""
 
     step: str

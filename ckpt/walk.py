@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuckpt import errors, plan, verdict
 from gpuckpt.barrier import Alone, Barrier
@@ -28,8 +27,7 @@ LOCK_GRACE_S = 10.0
 BEREFT_GRACE_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """``dropped``: nothing is the matter with *process*; another one was not ready for what they do together."""
 
     process: ProcessId

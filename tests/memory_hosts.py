@@ -6,7 +6,6 @@ apart by no more than a moment: who is furthest behind goes on.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import threading
@@ -105,7 +104,7 @@ class HostWorld(MemoryWorld):
         """With the rank of each in the communicator that all agents of all hosts share, if they share one."""
         found, host = super().inspect(*args, **kwargs), self.host
         here = [p for p in found.processes if p.agent and p.pid in host.ranks]
-        return dataclasses.replace(found, ranks=tuple(Rank(p.pid, "job", host.ranks[p.pid], host.size) for p in here))
+        return found._replace(ranks=tuple(Rank(p.pid, "job", host.ranks[p.pid], host.size) for p in here))
 
 
 class Shared:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gpuckpt.driver.api import CallError
 from gpuckpt.driver.simulated_rules import Rules, SimulatedGpu
 from gpuckpt.journal import Record, counting
-from gpuckpt.model import GIB, Call, Outcome, ProcessId, State
-from gpuckpt.plan import IMAGE_CALLS
+from gpuckpt.model import GIB, IMAGE_CALLS, Call, Outcome, ProcessId, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

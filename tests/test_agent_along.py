@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ def job(machine4: Machine) -> Job:
 def test_the_backups_of_nccl_take_host_memory_where_no_image_has_them() -> None:
     """Of what is taken along, and by the pool alone, they are what is needed beside the pool's own copies."""
     process = GpuProcess(ProcessId(1, 1), "p", 0, RUNNING, (GpuBytes("GPU-0", GIB),), agent=True, comms_bytes=5)
-    assert plan.host_need_bytes(dataclasses.replace(process, along=True), "auto") == 5
+    assert plan.host_need_bytes(process._replace(along=True), "auto") == 5
     assert plan.host_need_bytes(process, "pool") == 5
     assert plan.host_need_bytes(process, "driver") == plan.image_need_bytes(process.gpus), "its image, or NCCL in its place"
 

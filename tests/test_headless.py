@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -99,7 +98,7 @@ def test_it_is_in_its_group_though_nothing_shows_its_library(machine: Machine, m
 
         monkeypatch.setattr(world.devices, "loaded", nothing)
         if unseen == "headless":
-            procs[target.pid] = dataclasses.replace(procs[target.pid], headless=True)
+            procs[target.pid] = procs[target.pid]._replace(headless=True)
             monkeypatch.setattr(world.devices, "contexts", nothing)
             held = {}
         assert set(world.cuda_processes([target.pid, os.getppid()], procs, held)) == {target.pid}

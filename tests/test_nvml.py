@@ -67,7 +67,7 @@ def test_all_is_well(library: Path) -> None:
     first, second = gpus(library, MODE_1=3, MIG_1=1, PERSISTENCE_1=0)
     assert first == Gpu(FIRST, 0, "NVIDIA Fake", 1000 * MIB, 900 * MIB, True, "default", False, False, 4, "00000000:00:00.0")
     assert second == Gpu(SECOND, 1, "NVIDIA Fake", 1000 * MIB, 900 * MIB, False, "exclusive-process", True, False, 5, "00000000:01:00.0")
-    assert ask(library, "version") == {"cuda": [12, 8], "package": "580.159.04"}
+    assert ask(library, "version") == [[12, 8], "580.159.04"]
 
 
 @pytest.mark.parametrize(("number", "name"), [(1, "exclusive-process"), (2, "prohibited"), (9, "unknown")])

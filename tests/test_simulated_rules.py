@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from gpuckpt.driver.api import CallError
 from gpuckpt.driver.simulated import Rules, SimulatedGpu
-from gpuckpt.model import Call, State
-from gpuckpt.plan import AGENT_CALLS, IMAGE_CALLS
+from gpuckpt.model import IMAGE_CALLS, Call, State
+from gpuckpt.plan import AGENT_CALLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuckpt.agent import protocol
 from gpuckpt.inspect import processes
@@ -23,8 +23,7 @@ _ANSWER_MAX_BYTES = 1 << 20
 _STOP_S = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(NamedTuple):
     """What an agent says of its process: its stage, its communicators, what it cannot vouch for, and what memory it can move or has."""
 
     stage: State

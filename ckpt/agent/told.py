@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 
 from gpuckpt.agent.client import Hello
@@ -19,8 +18,8 @@ def of(process: GpuProcess, hello: Hello | None) -> GpuProcess:
     """*process*, with what its agent said."""
     if hello is None:
         return process
-    found = dataclasses.replace(process, agent=True, vouched=not hello.hazards, comms_bytes=comms_bytes(hello))
-    return dataclasses.replace(found, movable=hello.movable, offloaded=hello.offloaded)
+    found = process._replace(agent=True, vouched=not hello.hazards, comms_bytes=comms_bytes(hello))
+    return found._replace(movable=hello.movable, offloaded=hello.offloaded)
 
 
 def comms_bytes(hello: Hello) -> int:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gpuckpt import errors
 from gpuckpt.model import Gpu, ProcessId, State
@@ -17,8 +16,7 @@ OLDEST_CUDA = (12, 8)  # driver 570, the first with cuCheckpointProcess*
 OLDEST_MAPS = (13, 0)  # driver 580, the first that restores onto other GPUs
 
 
-@dataclass(frozen=True, slots=True)
-class DriverVersion:
+class DriverVersion(NamedTuple):
     """``cuda`` as (13, 0); ``package`` as "580.159.04", "" where nobody tells."""
 
     cuda: tuple[int, int]

@@ -26,8 +26,7 @@ from typing import Any
 
 from gpuckpt.driver import forked
 from gpuckpt.driver.api import CallError, Driver
-from gpuckpt.model import Call, Outcome, ProcessId, State
-from gpuckpt.plan import IMAGE_CALLS
+from gpuckpt.model import IMAGE_CALLS, Call, Outcome, ProcessId, State
 
 _MESSAGE_BYTES = 1 << 16
 #: How long a caller may take to come to life, in seconds. It takes 5 ms; a helper that was stopped takes for ever.

@@ -42,7 +42,7 @@ class NvmlApart(NvmlDevices):
         self._pidfd = os.pidfd_open(self._pid)
 
     def version(self) -> DriverVersion:
-        return self._ask("version", lambda told: DriverVersion((told["cuda"][0], told["cuda"][1]), told["package"]), super().version)
+        return self._ask("version", lambda told: DriverVersion(tuple(told[0]), told[1]), super().version)
 
     def gpus(self) -> tuple[Gpu, ...]:
         return self._ask("gpus", lambda told: tuple(Gpu(**gpu) for gpu in told), super().gpus)

@@ -6,8 +6,7 @@ That is an estimate: the time that this checkpoint took, times a ratio of two th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpuckpt.model import GIB
 from gpuckpt.words import size
@@ -25,8 +24,7 @@ READY_RATIO, READY_SOURCE = 0.105, "benchmarks/results/reserve_torch.json"
 LEAST_BYTES = 4 * GIB
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """What a checkpoint would have taken on another *path*: from *low_s* to *high_s* seconds."""
 
     path: str
@@ -35,7 +33,7 @@ class Estimate:
     source: str = SOURCES[0]
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+        return self._asdict()
 
 
 def other(path: str, nbytes: int, seconds: float | None, *, shared: bool = False, ready: bool = False) -> Estimate | None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpuckpt.model import HostRoom
 
@@ -61,8 +60,7 @@ def meminfo(root: Path = ROOT) -> dict[str, int]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class CgroupLevel:
+class CgroupLevel(NamedTuple):
     """One cgroup with memory accounting: its path as ``/proc/PID/cgroup`` gives it, and its files."""
 
     path: str
@@ -153,8 +151,7 @@ def _mounted_subtree(mount: Path, root: Path) -> PurePosixPath:
     return PurePosixPath("/")
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryKiller:
+class MemoryKiller(NamedTuple):
     pid: int
     name: str
 
@@ -164,8 +161,7 @@ def memory_killers(root: Path = ROOT) -> tuple[MemoryKiller, ...]:
     return tuple(MemoryKiller(pid, name) for pid in pids(root) if (name := comm(pid, root)) in _KILLERS)
 
 
-@dataclass(frozen=True, slots=True)
-class RayLimit:
+class RayLimit(NamedTuple):
     """Ray's memory monitor above a process: raylet *pid* kills workers when more than ``threshold_bytes`` of ``total_bytes`` are used."""
 
     pid: int
@@ -219,8 +215,7 @@ def ray_monitor(pid: int, root: Path = ROOT) -> RayLimit | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class OomScore:
+class OomScore(NamedTuple):
     """``score``: what the kernel's killer and earlyoom compare, highest dies first. ``adjustment``: -1000 (never) to 1000."""
 
     score: int

@@ -6,14 +6,13 @@ Cgroups are read below ``root``, so that a test can lay them out in a directory.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pwd
 import signal
 import socket
 import struct
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gpuckpt.model import ProcessId
 from gpuckpt.words import FROZEN, STOPPED
@@ -34,8 +33,7 @@ _PF_EXITING, _PF_KTHREAD = 0x00000004, 0x00200000  # include/linux/sched.h
 SHELLS = frozenset("sh bash zsh fish dash tcsh csh ksh mksh nu xonsh pwsh".split())
 
 
-@dataclass(frozen=True, slots=True)
-class Proc:
+class Proc(NamedTuple):
     """One line of the process table. ``state`` is the kernel's letter, ``tty`` 0 without a terminal.
 
     In a pid namespace a process may have pid 2, or a process group or session 0 (that of somebody outside): ``kernel`` alone tells
@@ -75,7 +73,7 @@ def read(pid: int) -> Proc | None:
         proc = _parse(_bytes(f"/proc/{pid}/stat"))
         if proc.headless:
             threads = [_parse(_bytes(f"/proc/{pid}/task/{tid}/stat")) for tid in os.listdir(f"/proc/{pid}/task")]
-            proc = dataclasses.replace(proc, state=next((t.state for t in threads if not (t.dead or t.exiting)), "Z"))
+            proc = proc._replace(state=next((t.state for t in threads if not (t.dead or t.exiting)), "Z"))
     except OSError:
         return None
     return None if proc.dead else proc

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpuckpt import errors
 
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from gpuckpt.rendezvous.host import Clock
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Without a *url* the operation is about this host alone."""
 
     url: str | None
