@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import socket
-import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from gpuckpt import along as beside
@@ -24,6 +19,7 @@ from gpuckpt.early import Start
 from gpuckpt.inspect import hazards, host, processes
 from gpuckpt.inspect.processes import Proc
 from gpuckpt.inspect.ranks import advice
+from gpuckpt.interruptible import Interruptible
 from gpuckpt.journal import Journal, Record, boot_id, state_directory, void_words
 from gpuckpt.model import Call, Gpu, GpuBytes, GpuProcess, Hazard, HostRoom, Inventory, ProcessId, Rank, State
 
@@ -32,7 +28,7 @@ STATE_DEADLINE_S = 2.0
 _POLL_S = 0.05
 
 
-class LocalWorld:
+class LocalWorld(Interruptible):
     """Implements :class:`gpuckpt.world.World` on this machine. Use as a context manager around one *command*, which hints name.
 
     *start*: what a command line has begun before it imported this.
@@ -44,15 +40,14 @@ class LocalWorld:
         self.simulated = bool(directory)
         start = start or early.begin(environ)
         self.callers, self.devices = start.callers, start.devices
-        self._signals: list[int] = []
-        self.devices.signals = self._signals
+        super().__init__()
+        self.devices.signals = self.interruptions
         self.agents = Agents()
         self._said: dict[ProcessId, Hello | None] = {}  # by the agents that have been asked: once an inspection
         self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
         me = processes.read(os.getpid())
         self.me = me.id if me else ProcessId(os.getpid(), 0)
         self.user = f"{processes.user_name(os.geteuid())} (uid {os.geteuid()})"
-        self._wake, self._wakened = socket.socketpair()
         self.root = Path(directory) / "root" if directory and (Path(directory) / "root").is_dir() else Path("/")
 
     def __enter__(self) -> LocalWorld:
@@ -65,51 +60,12 @@ class LocalWorld:
         self.callers.close()
         self.devices.close()
         self.agents.close()
-        self._wake.close()
-        self._wakened.close()
+        super().close()
 
-    # Time and signals.
+    # Looking.
 
     def now(self) -> float:
         return time.monotonic()
-
-    @property
-    def interruptions(self) -> Sequence[int]:
-        return self._signals
-
-    @contextlib.contextmanager
-    def interruptible(self, *, restore: bool = False) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGHUP into :attr:`interruptions` (in the main thread; elsewhere signals are not ours).
-
-        Afterwards a command ignores them until it exits: a signal that comes when all is done must not turn the exit status into
-        "interrupted, as it was found". A program that lives on gets its handlers back (*restore*).
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(signum: int, _: FrameType | None) -> None:
-            if not self.heeds(signum):
-                return
-            self._signals.append(signum)
-            with contextlib.suppress(OSError):
-                self._wakened.send(b"x")
-
-        before = {}
-        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(s) is not signal.SIG_IGN:
-                before[s] = signal.signal(s, note)
-        try:
-            yield
-        finally:
-            for s, handler in before.items():
-                signal.signal(s, handler if restore else signal.SIG_IGN)
-
-    def heeds(self, signum: int) -> bool:  # noqa: ARG002
-        """Whether a signal counts. Of a person a second one means: leave it."""
-        return True
-
-    # Looking.
 
     def inspect(
         self, targets: Sequence[int], *, tree: bool, along: Collection[int] = (), method: str = "auto", look_s: float = 0.0
@@ -142,7 +98,7 @@ class LocalWorld:
         near = {pid for others in related.values() for pid in others}
         able = [procs[pid].id for pid in {*members, *near} if pid in procs and not self.halted(procs[pid].id)]  # others keep us waiting
         self._said |= self.agents.hellos(p for p in able if p not in self._said)
-        self._said |= self.agents.looks({p: said for p in able if (said := self._said.get(p))}, look_s, lambda: bool(self._signals))
+        self._said |= self.agents.looks({p: said for p in able if (said := self._said.get(p))}, look_s, lambda: bool(self.interruptions))
         hellos = {p.pid: hello for p in able if (hello := self._said.get(p))}
         blind = {pid for pid in members if pid in hellos and hellos[pid].blind}
         vouched = {pid for pid, hello in hellos.items() if not hello.hazards}
@@ -375,10 +331,8 @@ class LocalWorld:
     def wait(self, pending: Collection[Any], until: float) -> None:
         if any(p.call is Call.CHECKPOINT for p in pending):
             from gpuckpt.image import preload  # noqa: F401 - the report will need it, and now is time
-        before = len(self._signals)
-        self.callers.wait(pending, until, None if len(self._signals) != before else self._wake)
-        with contextlib.suppress(OSError):
-            self._wake.recv(64, socket.MSG_DONTWAIT)
+        self.callers.wait(pending, until, self.waker)
+        self.heard()
 
     def claim(self, processes_: Sequence[ProcessId], until: float) -> FileClaim:
         return self._claim({f"/proc/{p.pid}": f"pid {p.pid}" for p in sorted(processes_) if processes.is_same(p)}, until)
@@ -393,12 +347,12 @@ class LocalWorld:
         return self._claim({self.devices.gpu_lock_path(g): g.label for g in sorted(gpus, key=lambda g: g.uuid)}, until)
 
     def _claim(self, names: Mapping[str, str], until: float) -> FileClaim:
-        before = len(self._signals)
+        before = len(self.interruptions)
         return claims.take(names, lambda fd, name: self._wait_for(fd, name, until, before))
 
     def _wait_for(self, fd: int, name: str, until: float, signals: int) -> None:
-        if len(self._signals) > signals:
-            raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self._signals[-1])
+        if len(self.interruptions) > signals:
+            raise errors.Interrupted("interrupted while waiting for another gpuckpt; nothing was touched", signum=self.interruptions[-1])
         if self.now() >= until:
             raise claims.busy(fd, name, self.describe)
         self.wait((), min(until, self.now() + _POLL_S))

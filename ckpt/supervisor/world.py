@@ -38,7 +38,7 @@ class ReservingWorld(LocalWorld):
     def heeds(self, signum: int) -> bool:
         """The first of a kind. The death of a supervisor that has several threads is told once for each that its worker is handed to, and
         no call in hand is left for that: nobody is there to go on with it."""
-        return signum not in self._signals
+        return signum not in self.interruptions
 
     def gpus(self) -> tuple[Gpu, ...]:
         return tuple(
