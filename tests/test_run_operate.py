@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from gpuckpt import errors
+from gpuckpt.model import State
 from gpuckpt.supervisor import operate
 from gpuckpt.supervisor.child import Child
 from gpuckpt.supervisor.operate import Worker
@@ -105,6 +107,31 @@ def test_one_that_cannot_even_start_has_begun_nothing(monkeypatch: pytest.Monkey
     with pytest.raises(errors.GpuckptError, match="nothing was begun") as caught:
         asyncio.run(asyncio.wait_for(body(), 20))
     assert caught.value.exit_code == 1
+
+
+def test_no_order_is_carried_out_whose_supervisor_died_before_it_was_read(machine: Machine) -> None:
+    """The order lies in the pipe, and no signal tells of the death: whoever adopts the child would work on it at the same time."""
+    target = machine.target("--gib", "1")
+    supervisor = f"""
+import asyncio, os
+from gpuckpt.supervisor.operate import Worker
+async def main():
+    worker = Worker()
+    task = asyncio.create_task(worker.run("suspend", [{target.pid}]))
+    while worker.process is None:
+        await asyncio.sleep(0)
+    await worker.process.stdin.drain()
+    print(worker.process.pid, flush=True)
+    os._exit(9)
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", supervisor], env=machine.environ, stdout=subprocess.PIPE, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 9
+    worker = int(done.stdout)
+    eventually(lambda: not alive(worker), "it has ended")
+    assert target.state is State.RUNNING
 
 
 @pytest.mark.parametrize(

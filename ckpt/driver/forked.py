@@ -26,6 +26,14 @@ def prctl(option: int, argument: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
+def end_with(parent: int, signum: int) -> None:
+    """From now on *signum* comes when *parent*, which started this process, dies. Where it is dead already, as no signal tells, this
+    process ends. Raises ``OSError``."""
+    prctl(PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(125)
+
+
 def possible() -> bool:
     """Whether a fork of this process is safe: it has one thread, and so no CUDA that is initialised."""
     return len(os.listdir("/proc/self/task")) == 1

@@ -37,8 +37,9 @@ class NvmlApart(NvmlDevices):
         """*looks*: at the GPUs from now on; else it touches none until it is asked. Raises ``OSError`` where no process can be had."""
         super().__init__()
         self._sock, theirs = socket.socketpair()
+        me = os.getpid()
         with theirs:
-            self._pid = forked.start("gpuckpt-nvml", theirs, lambda: _serve(theirs, looks))
+            self._pid = forked.start("gpuckpt-nvml", theirs, lambda: _serve(theirs, looks, me))
         self._pidfd = os.pidfd_open(self._pid)
 
     def version(self) -> DriverVersion:
@@ -85,8 +86,8 @@ class NvmlApart(NvmlDevices):
         return made(told["answer"])
 
 
-def _serve(sock: socket.socket, looks: bool) -> None:
-    forked.prctl(forked.PR_SET_PDEATHSIG, signal.SIGKILL)
+def _serve(sock: socket.socket, looks: bool, asker: int) -> None:
+    forked.end_with(asker, signal.SIGKILL)
     import pynvml  # noqa: F401 - this is what takes so long
 
     devices = NvmlDevices()

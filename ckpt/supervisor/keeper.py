@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuckpt.driver.forked import PR_SET_PDEATHSIG, prctl
+from gpuckpt.driver.forked import end_with, prctl
 from gpuckpt.inspect.processes import KEEPER, below, send
 
 if TYPE_CHECKING:
@@ -169,9 +169,7 @@ def _become(command: list[str], environ: dict[str, str], writer: int, parent: in
     """In the fork: turn into the command, in a session of its own, which does not outlive its keeper."""
     try:
         os.setsid()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(125)
+        end_with(parent, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
             signal.signal(signum, signal.SIG_DFL)

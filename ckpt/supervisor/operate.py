@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -127,6 +128,7 @@ async def ready() -> asyncio.subprocess.Process:
         "-P",  # nothing in the directory where we were started takes the place of a module
         "-m",
         "gpuckpt.supervisor.worker",
+        str(os.getpid()),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,

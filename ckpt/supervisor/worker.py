@@ -1,7 +1,8 @@
 """The process that carries out one suspend or resume of a supervised tree.
 
-``python -m gpuckpt.supervisor.worker`` gets ready, takes its order as one line of JSON, and prints a line for each step that it comes to,
-then the report, as ``--json`` does. SIGTERM makes it go back, as it does for the commands; it gets one when its supervisor dies.
+``python -m gpuckpt.supervisor.worker SUPERVISOR`` gets ready, takes its order as one line of JSON, and prints a line for each step that it
+comes to, then the report, as ``--json`` does. SIGTERM makes it go back, as it does for the commands; it gets one when its supervisor dies,
+and does nothing where that has died before: the order lies in the pipe all the same.
 It imports no asyncio, which would take a quarter of its start.
 """
 
@@ -26,10 +27,10 @@ TAKEN = '{"taken": true}\n'
 
 
 def main() -> None:
-    from gpuckpt.driver.forked import PR_SET_PDEATHSIG, prctl
-
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     from gpuckpt import early
+    from gpuckpt.driver.forked import end_with
+
+    end_with(int(sys.argv[1]), signal.SIGTERM)
 
     # No GPU is looked at before there is an order: as long as one is, nobody can reset it.
     start = early.Start(early.callers(os.environ), early.devices(warm=True, looks=False))
