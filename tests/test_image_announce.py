@@ -211,6 +211,15 @@ def test_a_program_without_libcuda_or_without_that_thread(image_folder: Path, st
         cat.communicate()
 
 
+def test_a_library_of_which_a_part_is_mapped_so_far_is_starting(start_program: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = start_program()
+    whole = page.mappings
+    monkeypatch.setattr(page, "mappings", lambda pid, name: [m for m in whole(pid, name) if m[2] != b"rw-p"])
+    assert preload.loaded(program.pid)
+    with pytest.raises(Unavailable, match="is just starting"):
+        program.announce()
+
+
 def test_an_announcement_that_fails_withdraws_what_was_there(start_program: Start) -> None:
     program = start_program()
     program.announce()

@@ -126,8 +126,8 @@ def inside(pid: int, tid: int) -> int:
 
 def _find(memory: int, pid: int, any_version: bool) -> int:
     """The address of a page that is of our version, or of any, and ready."""
-    found = False
-    for start, end, permissions, _ in ours(pid):
+    found, mapped = False, ours(pid)
+    for start, end, permissions, _ in mapped:
         if permissions == b"rw-p":
             found = True
             content = os.pread(memory, min(end - start, _MOST_DATA_BYTES), start)
@@ -139,4 +139,6 @@ def _find(memory: int, pid: int, any_version: bool) -> int:
                     if state != _READY:
                         raise Unavailable(f"{VARIABLE}=0 in pid {pid}" if state == _OFF else f"pid {pid} is just starting")
                     return start + at
-    raise Unavailable(f"no preload library in pid {pid}" if not found else f"the preload library in pid {pid} is not one of gpuckpt's")
+    if not mapped:
+        raise Unavailable(f"no preload library in pid {pid}")
+    raise Unavailable(f"the preload library in pid {pid} is not one of gpuckpt's" if found else f"pid {pid} is just starting")
