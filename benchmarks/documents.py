@@ -26,6 +26,11 @@ def source(name: str, up: str = "") -> str:
     return f"[{name}.json]({up}benchmarks/results/{name}.json)"
 
 
+def noted(name: str, found: dict[str, Any]) -> str:
+    """Its source, for a document in docs/, and what the run noted of itself: what ran beside it, what was compiled before."""
+    return "; ".join([source(name, DOCS), *(found[key] for key in ("bytecode", "beside") if key in found)])
+
+
 def spread(values: Sequence[float], unit: str = "s", digits: int = 1) -> str:
     """Median, and least to most: "13.9 s (12.4–15.3)"."""
     middle = f"{statistics.median(values):.{digits}f} {unit}"

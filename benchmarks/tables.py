@@ -7,7 +7,7 @@ import re
 import statistics
 from typing import Any
 
-from documents import DOCS, ROOT, UNTESTED, huge_pages, machine, most, result, source, spread
+from documents import DOCS, ROOT, UNTESTED, huge_pages, machine, most, noted, result, source, spread
 
 
 def figures() -> str:
@@ -154,8 +154,7 @@ def growth() -> str:
                 f"| {command}, by {axis if axis != 'gib' else 'GiB'} ({f['points']} sizes) | {f['fixed']:.2f} ± {f['fixed_plus_minus']:.2f} s "
                 f"| {f['slope'] * 1000:.1f} ± {f['slope_plus_minus'] * 1000:.1f} ms a {unit} |"
             )
-    said = "; ".join([source("growth", DOCS), *([found["beside"]] if "beside" in found else [])])
-    return "\n".join([*rows, "", f"({said})", "", "![How the time grows](img/growth.svg)"])
+    return "\n".join([*rows, "", f"({noted('growth', found)})", "", "![How the time grows](img/growth.svg)"])
 
 
 #: What a soak looks at, and in what.
@@ -191,8 +190,7 @@ def soak() -> str:
         [
             *rows,
             "",
-            f"Growth an iteration, by least squares, with its 95 % interval; each run is one process without interruption "
-            f"({'; '.join([source('soak', DOCS), *([found['beside']] if 'beside' in found else [])])}).",
+            f"Growth an iteration, by least squares, with its 95 % interval; each run is one process without interruption ({noted('soak', found)}).",
         ]
     )
 
@@ -213,7 +211,7 @@ def added() -> str:
         "",
         f"`gpuckpt status` takes {status:.2f} s, `gpuckpt --help` {start['gpuckpt --help'] - start['python -c pass']:.2f} s more than "
         f"`python -c pass`. gpuckpt is in {found['gpuckpt_environment']} environment "
-        f"({'; '.join([source('overhead', DOCS), *(found[k] for k in ('bytecode', 'beside') if k in found)])}).",
+        f"({noted('overhead', found)}).",
     ]
     if tree := result("inspect_tree"):
         rows[-1] += (
