@@ -44,5 +44,5 @@ def dot(css: str, x: float, y: float, words: str) -> str:
 
 def ticks(most: float, count: int = 4) -> Sequence[float]:
     """Round figures from 0 to at least *most*."""
-    step = next(s for k in range(-3, 9) for s in (10.0**k, 2 * 10.0**k, 5 * 10.0**k) if s * count >= most)
+    step = next(s for k in range(-3, 9) for s in (10.0**k, 2 * 10.0**k, 2.5 * 10.0**k, 5 * 10.0**k) if s * count >= most)
     return [step * i for i in range(count + 1)]

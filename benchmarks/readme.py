@@ -109,11 +109,8 @@ def tested() -> str:
         ("vllm_levels_lora", "a model and its adapter (LoRA) after three suspends"),
         ("vllm_residue", "20 suspends by the pool alone, whose rest does not grow, and suspends by pool and driver between them"),
         ("vllm_residue_tp2", "the same on two GPUs, `-tp 2`"),
-        (
-            "sleep_denied",
-            "a `vllm serve` that sleeps while another program takes more of the GPU than it gives up, and denies its sleep "
-            "(the check that failed wanted the 232 MiB of torch's cache at once, too)",
-        ),
+        ("vllm_residue_tp2_again", "and on two others, of another host"),
+        ("sleep_denied", "a `vllm serve` that sleeps while another program takes more of the GPU than it gives up, and denies its sleep"),
         ("two_ranks", "a torch job of two ranks with three NCCL communicators each, eager and in a CUDA graph"),
         ("two_ranks_looks", "the same, 17 cycles, by agents that look on the program's own thread"),
         (
@@ -135,6 +132,7 @@ def tested() -> str:
         ("comparison_48", "48 GiB by the pool, by the driver, by torch_memory_saver and the driver"),
         ("comparison_vllm", "one `vllm serve` by the driver, by vLLM's sleep, by gpuckpt, in turn"),
         ("ranks_bad_days", "kill -9 of gpuckpt anywhere in a suspend and a resume of two ranks, then `recover`"),
+        ("ranks_bad_days_filled", "somebody takes the GPU of one rank while both are suspended: none is restored, and both once it is free"),
         ("ranks_bad_days_deaths", "a rank that dies in the communicators' suspend, locked, in a checkpoint, while suspended"),
         ("ranks_bad_days_deaths_late", "a rank that dies in a restore, in the way back of its communicators"),
         ("ranks_bad_days_hanging", "a rank that hangs in a suspend, in a restore, in the way back of its communicators"),
