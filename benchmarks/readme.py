@@ -132,7 +132,10 @@ def tested() -> str:
         ("comparison_48", "48 GiB by the pool, by the driver, by torch_memory_saver and the driver"),
         ("comparison_vllm", "one `vllm serve` by the driver, by vLLM's sleep, by gpuckpt, in turn"),
         ("ranks_bad_days", "kill -9 of gpuckpt anywhere in a suspend and a resume of two ranks, then `recover`"),
-        ("ranks_bad_days_filled", "somebody takes the GPU of one rank while both are suspended: none is restored, and both once it is free"),
+        (
+            "ranks_bad_days_filled",
+            "somebody takes the GPU of one rank while both are suspended: none is restored, and both once it is free",
+        ),
         ("ranks_bad_days_deaths", "a rank that dies in the communicators' suspend, locked, in a checkpoint, while suspended"),
         ("ranks_bad_days_deaths_late", "a rank that dies in a restore, in the way back of its communicators"),
         ("ranks_bad_days_hanging", "a rank that hangs in a suspend, in a restore, in the way back of its communicators"),

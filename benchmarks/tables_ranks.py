@@ -29,7 +29,9 @@ def tensor_parallel() -> str:
             times = " | ".join(spread([r[f"{way}_wall_s"] for r in runs], digits=2) for way in ("suspend", "resume"))
             left = max(max(r["left_mib"]) for r in runs)
             gib = sum(runs[0]["running_mib"]) / 1024
-            rows.append(f"| with `GPUCKPT_POOL=1`, {what}{which}: {left:,} MiB left on each GPU; {len(runs)} cycles | {gib:.1f} GiB | {times} |")
+            rows.append(
+                f"| with `GPUCKPT_POOL=1`, {what}{which}: {left:,} MiB left on each GPU; {len(runs)} cycles | {gib:.1f} GiB | {times} |"
+            )
     seconds = " | ".join(f"{s:.1f} s" for s in PROBE_S)
     rows.append(
         f"| a probe that came before gpuckpt: NCCL's and the driver's calls by hand, nothing moved beforehand | not recorded | {seconds} |"
@@ -38,10 +40,15 @@ def tensor_parallel() -> str:
     m, preload = found["machine"], "with the preload library" if "exec" in found["command"] else "without the preload library"
     said = f"Two {m['gpu']}, driver {m['driver']}, vLLM {m['versions'].get('vllm')}, {preload} ({source('vllm_tp2', DOCS)}{pool_said})."
     own = " and ".join(
-        " / ".join(f"{statistics.median(c[f'{way}_s'] for c in pool['tp_2']['cycles'] if c['method'] == 'auto'):.2f}" for way in ("suspend", "resume"))
+        " / ".join(
+            f"{statistics.median(c[f'{way}_s'] for c in pool['tp_2']['cycles'] if c['method'] == 'auto'):.2f}"
+            for way in ("suspend", "resume")
+        )
         for pool in pools.values()
     )
-    said += f" These are whole commands; by the reports' own `seconds`, the start of Python aside, pool and driver take {own} s." if own else ""
+    said += (
+        f" These are whole commands; by the reports' own `seconds`, the start of Python aside, pool and driver take {own} s." if own else ""
+    )
     return "\n".join([*rows, "", f"{said} The probe ran on two H200 and left no file: its figures tell the order, no more."])
 
 

@@ -226,10 +226,14 @@ class Group(Walk):
     def claim(self, processes: Iterable[ProcessId], until: float | None = None) -> Claim:
         return self.world.claim(sorted(processes), self.deadline.at if until is None else until)
 
-    def group_to_resume(self, targets: Sequence[int], tree: bool) -> tuple[Record | None, Inventory]:
-        """The journal's group where it knows one, else what the driver says of the targets' group.
+    def group_to_resume(
+        self, targets: Sequence[int], tree: bool, held: tuple[Record, Inventory] | None = None
+    ) -> tuple[Record | None, Inventory]:
+        """The journal's group where it knows one, else what the driver says of the targets' group; and what an inspection showed.
 
-        Without *tree* it is the targets alone, and refused where they were suspended together with others.
+        Without *tree* it is the targets alone, and refused where they were suspended together with others. *held*: the answer of before,
+        whose members we hold by now: what the journal says of these counts, and the targets are inspected anew only where the driver says
+        otherwise of the rest.
         """
         records = [r for r in self.world.journal.records() if any(self.world.alive(m.id) for m in r.members)]
         named = [m for r in records for m in r.members if m.id.pid in targets and not self._number_taken(m)]
@@ -238,7 +242,7 @@ class Group(Walk):
         inventory = Inventory((), self.world.gpus())
         found: dict[ProcessId, Member] = {}
         if rest:
-            inventory = self.inspected(rest, tree=tree)
+            inventory = held[1] if held and self._as_seen(*held, records) else self.inspected(rest, tree=tree)
             for p in inventory.processes:
                 if p.state in plan.DEPTH and p.state is not State.RUNNING:
                     found[p.id] = as_member(p)
@@ -272,6 +276,12 @@ class Group(Walk):
             membership=next((r.membership for r in known if r.membership), None),
             replaces=tuple(dict.fromkeys(i for r in known for i in (*r.replaces, r.id) if i != first.id)),
         ), inventory
+
+    def _as_seen(self, held: Record, inventory: Inventory, records: Iterable[Record]) -> bool:
+        members, seen = {m.id for m in held.members}, {p.id: p.state for p in inventory.processes}
+        known = members & {m.id for r in records for m in r.members}
+        rest = {p: state for p, state in seen.items() if p not in known}
+        return members <= known | rest.keys() and self.world.states(rest) == rest
 
     def _number_taken(self, member: Member) -> bool:
         """Whether another CUDA process has the pid of *member*, who ended."""

@@ -44,9 +44,12 @@ def for_images(
 
 def _ready_bytes(process: ProcessId) -> int:
     """What the library keeps ready in *process*, where it is there."""
-    if not page.ours(process.pid):
+    try:
+        with page.opened(process):
+            pass
+    except page.Unavailable:
         return 0
-    from gpuckpt.image import reserve
+    from gpuckpt.image import reserve  # few have it
 
     return reserve.ready_bytes(process)
 

@@ -44,6 +44,7 @@ class LocalWorld(Interruptible):
         self.devices.signals = self.interruptions
         self.agents = Agents()
         self._said: dict[ProcessId, Hello | None] = {}  # by the agents that have been asked: once an inspection
+        self._loaded: set[ProcessId] = set()  # those that were seen with the driver's library
         self.journal = Journal(state_directory(environ, os.geteuid()), boot_id())
         me = processes.read(os.getpid())
         self.me = me.id if me else ProcessId(os.getpid(), 0)
@@ -177,10 +178,13 @@ class LocalWorld(Interruptible):
         # What /proc does not show of a process is not known to be nothing.
         headless = {p for p in wanted if procs[p].headless}
         listed = {p for p in wanted if p in held} if host.pid_namespace_is_host(self.root) else set()
-        loaded = self.devices.loaded(wanted) | headless | listed
+        known = {p for p in wanted if procs[p].id in self._loaded}  # nobody lets go of it, and its mappings are thousands
+        loaded = self.devices.loaded([p for p in wanted if p not in known]) | known | headless | listed
+        self._loaded |= {procs[p].id for p in loaded}
         states = self.states(procs[p].id for p in loaded)
         # After the states: a call that ended while these were asked for has moved memory.
-        contexts, held = self.devices.contexts(list(loaded)) | headless, self.devices.processes()
+        unclear = [p.pid for p, state in states.items() if state in (State.RUNNING, State.DENIED, State.BLOCKED)]
+        contexts, held = self.devices.contexts(unclear) | headless, self.devices.processes()
         journalled = {m.id for r in self.journal.records() for m in r.members}
         found = {}
         for id_, state in states.items():

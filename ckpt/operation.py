@@ -108,7 +108,7 @@ class Operation(Reporting):
                 self.deadline.set(sum(g.nbytes or 0 for m in record.members for g in m.gpus), extra_s=wait_s)
                 self.check_interruption()
                 self.claims.append(self.claim(m.id for m in record.members))
-                before, (record, inventory) = record, self.group_to_resume(targets, tree)
+                before, (record, inventory) = record, self.group_to_resume(targets, tree, (record, inventory))
                 if record is not None and self.timeless(record) == self.timeless(before):
                     break
                 self.release()  # another command was at it while we waited

@@ -63,6 +63,8 @@ def recover_all(world: World, *, timeout_s: float | None = None, tell: Callable[
             reports.append(_left_alone(record, e, world.simulated))
             continue
         except GpuckptError as e:
+            if isinstance(e, errors.Interrupted):  # while it asked for its processes, say
+                e.hint = e.hint or "gpuckpt recover"
             report = e.report or Report("recover", False, world.simulated, error=e.as_dict())
         if report is None:
             continue

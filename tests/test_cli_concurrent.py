@@ -8,16 +8,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from gpuckpt.driver.caller import Callers
 from gpuckpt.driver.simulated import SimulatedDriver
 from gpuckpt.local import LocalWorld
 from gpuckpt.model import GIB, Call, GpuBytes, State
+from gpuckpt.operation import Operation
 from gpuckpt.overview import overview
-from tests.simulated_machine import eventually
+from tests.simulated_machine import SIMTARGET, eventually
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpuckpt.claims import FileClaim
+    from gpuckpt.model import ProcessId
     from tests.simulated_machine import Machine, Running, Target
 
 
@@ -110,6 +116,59 @@ def test_two_resumes_on_one_gpu(machine: Machine) -> None:
     up.kill()
     assert machine.gpuckpt("resume", down.pid).code == 0
     assert down.unharmed()
+
+
+def front_and_worker(machine: Machine) -> tuple[int, Target]:
+    """A program without CUDA state, by its pid, and its child with some: as a server and its engine."""
+    (worker,) = machine.start(("sh", "-c", "'exec 3<&0; \"$@\" <&3 & wait'", "sh", *SIMTARGET, "--gib", "2"))
+    return psutil.Process(worker.pid).ppid(), worker
+
+
+def test_two_resumes_by_the_pid_of_a_parent(machine: Machine) -> None:
+    """The one that waited finds another journal than when it looked."""
+    front, worker = front_and_worker(machine)
+    assert machine.gpuckpt("suspend", front).states == {worker.pid: "suspended"}
+    with held(worker):
+        resumes = [machine.begin("resume", front) for _ in range(2)]
+        eventually(lambda: all(waits_for(r, worker) for r in resumes), "both wait")
+    results = [r.end() for r in resumes]
+    assert [(r.code, r.states) for r in results] == [(0, {worker.pid: "running"})] * 2
+    assert sorted(r.document["already"] for r in results) == [False, True]
+    assert worker.unharmed()
+
+
+def test_a_suspend_between_the_look_and_the_claim_of_a_resume(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group is inspected once more only where the driver's answer and the journal's do not tell it all."""
+    front, worker = front_and_worker(machine)
+    assert machine.gpuckpt("suspend", front).code == 0
+    looks: list[int] = []
+    inspect, claim = LocalWorld.inspect, LocalWorld.claim
+    between: list[tuple[str, ...]] = []
+
+    def claimed(world: LocalWorld, processes: Sequence[ProcessId], until: float) -> FileClaim:
+        for command in between:
+            assert machine.gpuckpt(*command).code == 0
+        between.clear()
+        return claim(world, processes, until)
+
+    monkeypatch.setattr(LocalWorld, "inspect", lambda world, *a, **k: looks.append(1) or inspect(world, *a, **k))
+    monkeypatch.setattr(LocalWorld, "claim", claimed)
+
+    def resume() -> tuple[int, bool, str]:
+        looks.clear()
+        with LocalWorld(machine.environ, command="resume") as world:
+            report = Operation(world, "resume").resume([front])
+        return len(looks), report.already, str(worker.state)
+
+    assert resume() == (1, False, "running")
+    assert machine.gpuckpt("suspend", front).code == 0
+    between.append(("resume", str(front)))
+    assert resume() == (2, True, "running")
+    assert machine.gpuckpt("suspend", front).code == 0
+    between += [("resume", str(front)), ("suspend", str(front))]
+    assert resume() == (1, False, "running")
+    assert worker.unharmed()
+    assert machine.records() == []
 
 
 def test_resumes_on_two_gpus_do_not_wait_for_each_other(machine2: Machine) -> None:

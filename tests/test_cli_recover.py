@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from gpuckpt.local import LocalWorld
 from gpuckpt.model import Call
+from gpuckpt.recovery import recover_all
 from tests.simulated_machine import eventually
-from tests.test_cli_concurrent import waits_for
+from tests.test_cli_concurrent import held, waits_for
 from tests.test_cli_interrupted import SIGNALS
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.simulated_machine import Machine
 
 
@@ -31,6 +35,24 @@ def test_recover_while_it_waits_for_a_call(machine: Machine, signum: int, code: 
     result = recover.end()
     assert (result.code, result.error["code"], result.error["hint"]) == (code, "interrupted", "gpuckpt recover")
     assert target.under_way(Call.CHECKPOINT), "it did not wait for the end of it"
+    assert [r["status"] for r in machine.records()] == ["suspending"]
+
+
+def test_a_signal_while_it_asks_for_its_processes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = machine.target()
+    assert machine.gpuckpt("suspend", target.pid).code == 0
+    machine.rewrite(status="suspending")
+    wait_for = LocalWorld._wait_for
+
+    def signalled(world: LocalWorld, *asked: Any) -> None:
+        world.interruptions.append(signal.SIGTERM)
+        wait_for(world, *asked)
+
+    monkeypatch.setattr(LocalWorld, "_wait_for", signalled)
+    with held(target), LocalWorld(machine.environ) as world:
+        (report,) = recover_all(world)
+    assert report.error is not None
+    assert (report.error["code"], report.error["hint"]) == ("interrupted", "gpuckpt recover")
     assert [r["status"] for r in machine.records()] == ["suspending"]
 
 

@@ -230,15 +230,15 @@ def test_a_program_that_ends_while_it_is_looked_at(
     program: Program, image: Mapped, look: Callable[[ProcessId], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory reads as empty from then on, without an error."""
-    find = page._find
+    where = page._where
 
-    def found_then_killed(memory: int, pid: int, any_version: bool) -> int:
-        at = find(memory, pid, any_version)
+    def found_then_killed(memory: int, process: ProcessId, any_version: bool) -> int:
+        at = where(memory, process, any_version)
         program.process.kill()
         program.process.wait()
         return at
 
-    monkeypatch.setattr(page, "_find", found_then_killed)
+    monkeypatch.setattr(page, "_where", found_then_killed)
     seen: object = None
     with contextlib.suppress(Unavailable):
         seen = look(program.id)

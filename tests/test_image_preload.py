@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpuckpt.image import keeper, preload
+from gpuckpt.image import keeper, page, preload
 from gpuckpt.image.preload import Unavailable, Verdict
+from gpuckpt.inspect import processes
 from tests.image_machine import MIB, SIZE, Program, Start, is_image, is_plain, memory_cgroup
 from tests.simulated_machine import eventually
 
@@ -152,6 +154,42 @@ def test_switched_off_though_it_was_preloaded(image_folder: Path, start_program:
         program.announce()
     assert is_plain(program.map())
     program.end()
+
+
+@pytest.mark.parametrize(("after", "has_it"), [(["cat"], True), (["env", "-u", "LD_PRELOAD", "cat"], False)])
+def test_where_it_lies_is_remembered_until_the_program_becomes_another_one(
+    after: list[str], has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that uses a GPU has thousands of mappings: they are searched once."""
+    searched: list[int] = []
+    search = page.ours
+    monkeypatch.setattr(page, "ours", lambda pid: searched.append(pid) or search(pid))
+    with subprocess.Popen(
+        ["sh", "-c", 'read go; exec "$@"', "sh", *after], stdin=subprocess.PIPE, env=preload.environment(), text=True
+    ) as process:
+        found = processes.read(process.pid)
+        assert found is not None
+        assert process.stdin is not None
+        try:
+            eventually(
+                lambda: preload.described(found.id)["why"].startswith("the preload library was told of no checkpoint"), "it is there"
+            )
+            searched.clear()
+            preload.result(found.id)
+            assert not keeper.dropped(found.id)
+            assert not searched
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            eventually(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "cat\n", "it is another program")
+            if has_it:
+                eventually(
+                    lambda: preload.described(found.id)["why"].startswith("the preload library was told of no checkpoint"), "and found"
+                )
+            else:
+                assert preload.described(found.id)["why"] == f"no preload library in pid {process.pid}"
+            assert searched
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ rows = [{"axis": a, "value": v, "cycle": c, "gib_on_gpu": v + 0.6, "suspend_wall
 print(growth({"machine": {}, "rows": rows}).replace("\\n", " "))
 tool = {"later_suspend_s": 8.6, "later_resume_s": 0.0, "left_mib": 0}
 print(comparison({"machine": {}, "gib": 16.0, "summary": {"driver": tool, "gpuckpt": tool}}).replace("\\n", " "))
-assert list(ticks(8.6)) == [0, 5, 10, 15, 20] and ticks(0.019)[-1] == 0.02, ticks(8.6)
+assert list(ticks(8.6)) == [0, 2.5, 5, 7.5, 10] and ticks(0.019)[-1] == 0.02, ticks(8.6)
 """
 
 

@@ -54,6 +54,10 @@ _READY, _OFF = 1, 2
 _ALIGNMENT = 64
 _MOST_DATA_BYTES = 1 << 16  # what a program maps under our name is its own affair, and may be large
 
+#: Where the page of each process was found last.
+_known: dict[ProcessId, int] = {}
+_MOST_KNOWN = 256
+
 # addresses, permissions, offset, device, inode, path
 _MAPPING = re.compile(rb"([0-9a-f]+)-([0-9a-f]+) (\S{4}) [0-9a-f]+ \S+ \d+\s*(.*)")
 
@@ -77,7 +81,7 @@ def opened(process: ProcessId, *, any_version: bool = False) -> Iterator[tuple[i
     try:
         if not processes.is_same(process):  # asked when its memory was open already: a pid that is reused later does no harm
             raise Unavailable(f"pid {process.pid} is gone")
-        yield memory, _find(memory, process.pid, any_version)
+        yield memory, _where(memory, process, any_version)
     except OSError as error:
         raise Unavailable(f"the memory of pid {process.pid} cannot be used ({error.strerror})") from error
     finally:
@@ -122,6 +126,24 @@ def inside(pid: int, tid: int) -> int:
     if found is None:
         raise Unavailable(f"pid {pid} has no thread {tid}")
     return int(found[1])
+
+
+def _where(memory: int, process: ProcessId, any_version: bool) -> int:
+    """The address of the page: where it was before, if it still is, since a search reads all of the program's mappings."""
+    at = _known.get(process)
+    if at is None or not _is_there(memory, at):
+        _known.pop(process, None)
+        at = _find(memory, process.pid, any_version)
+        if len(_known) < _MOST_KNOWN:
+            _known[process] = at
+    return at
+
+
+def _is_there(memory: int, at: int) -> bool:
+    """Whether a page of ours, ready, begins there. The program may have become another one by ``execve``."""
+    with contextlib.suppress(OSError, struct.error):
+        return HEAD.unpack(os.pread(memory, HEAD.size, at)) == (_MAGIC, _VERSION, _READY)
+    return False
 
 
 def _find(memory: int, pid: int, any_version: bool) -> int:

@@ -19,7 +19,7 @@ SOURCES = ("benchmarks/results/preload_torch.json", "benchmarks/results/preload_
 #: with 20.5 GiB. Of one thread that copies nothing is concluded.
 RATIOS = (0.151, 0.14)
 #: The least of it that was measured where memory was kept ready, for all of the image. Of a part of it, it is somewhere between.
-READY_RATIO, READY_SOURCE = 0.105, "benchmarks/results/reserve_torch.json"
+READY_RATIO, READY_SOURCE = 0.119, "benchmarks/results/reserve_torch.json"
 #: A smaller image is mostly fixed cost, of which nothing was measured side by side.
 LEAST_BYTES = 4 * GIB
 
