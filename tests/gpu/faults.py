@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from lab import HERE, Results, Rounds, Target, callers, calls, free_mib, gpuckpt, limit, state, used_mib, wait_for
+from lab import HERE, Results, Rounds, Target, alive, callers, calls, free_mib, gpuckpt, limit, state, used_mib, wait_for
 
 from gpuckpt.image import preload
 
@@ -138,8 +138,7 @@ def ended(case: Case, t: Target, code: int, row: dict[str, Any]) -> dict[str, An
     """Recover as a person would, and see what the process is worth."""
     rec_code, rec, _ = gpuckpt("recover")
     seen: dict[str, Any] = {"recover": [rec_code, rec.get("recovered")]}
-    alive = psutil.pid_exists(t.pid) and psutil.Process(t.pid).status() != psutil.STATUS_ZOMBIE
-    if not alive:
+    if not alive(t.pid):
         wanted = case.fault in KILLED
         return {**seen, "end": "ended by the fault" if wanted else "WRONG: the process ended"}
     at = state(t.pid)

@@ -300,9 +300,17 @@ class Target:
             process.kill()
         except psutil.NoSuchProcess:
             pass
-        wait_for(lambda: not psutil.pid_exists(self.pid) or psutil.Process(self.pid).status() == "zombie", 20)
+        wait_for(lambda: not alive(self.pid), 20)
         self.p.stdin.close()  # type: ignore[union-attr]
         self.p.wait(20)
+
+
+def alive(pid: int) -> bool:
+    """Whether it has not ended; one that nobody has waited for yet has."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def callers(call: str = "") -> list[psutil.Process]:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from lab import HERE, SIMULATED, Results, Target, gpuckpt, left_s, limit, state, used_mib
+from lab import HERE, SIMULATED, Results, Target, alive, gpuckpt, left_s, limit, state, used_mib
 
 from gpuckpt.image import preload, reserve
 from gpuckpt.image.preload import Unavailable
@@ -290,10 +290,10 @@ def failing_mmap(on: bool) -> bool:
             preload.withdraw(process.id, operation)
         seen = result(t.pid) if on else None
         resource.prlimit(t.pid, resource.RLIMIT_AS, before)
-        alive = psutil.pid_exists(t.pid) and psutil.Process(t.pid).status() != "zombie"
+        lives = alive(t.pid)
         back = calls(t.pid, "Restore", "Unlock", "GetState") if state(t.pid) == "CHECKPOINTED" else calls(t.pid, "Unlock", "GetState")
-        same = alive and state(t.pid) == "RUNNING" and t.same()
-        found = {"lock": locked, "checkpoint": failed, "library": seen, "alive": alive, "back": back, "same": same}
+        same = lives and state(t.pid) == "RUNNING" and t.same()
+        found = {"lock": locked, "checkpoint": failed, "library": seen, "alive": lives, "back": back, "same": same}
         r.note(f"failing_mmap_{words}", found)
         return bool(same)
     finally:
