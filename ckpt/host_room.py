@@ -44,10 +44,7 @@ def for_images(
 
 def _ready_bytes(process: ProcessId) -> int:
     """What the library keeps ready in *process*, where it is there."""
-    try:
-        with page.opened(process):
-            pass
-    except page.Unavailable:
+    if not page.there(process):
         return 0
     from gpuckpt.image import reserve  # few have it
 

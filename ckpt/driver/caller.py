@@ -269,10 +269,10 @@ def _serve(request: dict[str, Any], reply: socket.socket, backend: Driver | None
 
 def _checkpoint(backend: Driver, process: ProcessId) -> None:
     """Checkpoint; announced to the preload library meanwhile, if *process* has it. Nothing about that may keep the checkpoint."""
-    from gpuckpt.image import keeper, preload
+    from gpuckpt.image import keeper, page, preload
 
     with contextlib.ExitStack() as announced:
-        if preload.loaded(process.pid):
+        if page.there(process):
             with contextlib.suppress(Exception):
                 if keeper.dropped(process) and backend.state(process.pid) is State.LOCKED:
                     keeper.void(process)
@@ -287,14 +287,14 @@ def _checkpoint(backend: Driver, process: ProcessId) -> None:
 
 def _restore(backend: Driver, process: ProcessId, request: dict[str, Any]) -> None:
     """Restore, unless the image is not whole in memory: whoever asks, and whatever their journal says."""
-    from gpuckpt.image import keeper, preload
+    from gpuckpt.image import keeper, page, preload
 
     if backend.image_dropped(process):
         from gpuckpt.image import store
 
         raise store.unknown(process)
     with contextlib.ExitStack() as announced:
-        if known := preload.loaded(process.pid):
+        if known := page.there(process):
             with contextlib.suppress(Exception):
                 announced.enter_context(preload.announced(process, backend.restore_thread(process.pid), preload.announce_restore))
         backend.restore(process.pid, request["gpu_map"], initialise=request["initialise"])

@@ -88,6 +88,13 @@ def opened(process: ProcessId, *, any_version: bool = False) -> Iterator[tuple[i
         os.close(memory)
 
 
+def there(process: ProcessId) -> bool:
+    """Whether there is one, of whatever version, that can be used."""
+    with contextlib.suppress(Unavailable), opened(process, any_version=True):
+        return True
+    return False
+
+
 def read(memory: int, layout: struct.Struct, at: int) -> tuple[Any, ...]:
     """What lies at the address *at* of an opened memory. Raises ``OSError``, also where the process has ended meanwhile."""
     return layout.unpack(some(os.pread(memory, layout.size, at)))
