@@ -190,12 +190,16 @@ class Machine:
     def start(self, *commands: tuple[str, ...], **environ: str) -> list[Target]:
         """*commands* that speak as a simtarget does, in one session and without a common ancestor."""
         pipes = [(os.pipe(), os.pipe()) for _ in commands]
-        lines = []
-        for command, ((stdin, _), (_, stdout)) in zip(commands, pipes, strict=True):
-            lines.append(f"{' '.join(command)} </dev/fd/{stdin} >/dev/fd/{stdout} &")
         given = [fd for (stdin, _), (_, stdout) in pipes for fd in (stdin, stdout)]
-        environ = {**self.environ, **environ}
-        subprocess.run(["sh", "-c", "\n".join(lines)], check=True, pass_fds=given, start_new_session=True, env=environ)
+        plain = all(command[:3] == tuple(SIMTARGET) and not any("<" in word for word in command) for command in commands)
+        if plain and not environ and "LD_PRELOAD" not in self.environ:
+            zygote.start_simtargets([list(command[3:]) for command in commands], given, self.environ)
+        else:
+            lines = []
+            for command, ((stdin, _), (_, stdout)) in zip(commands, pipes, strict=True):
+                lines.append(f"{' '.join(command)} </dev/fd/{stdin} >/dev/fd/{stdout} &")
+            whole = {**self.environ, **environ}
+            subprocess.run(["sh", "-c", "\n".join(lines)], check=True, pass_fds=given, start_new_session=True, env=whole)
         for fd in given:
             os.close(fd)
         made = [Target(self.world, stdin, stdout) for (_, stdin), (stdout, _) in pipes]

@@ -3,6 +3,8 @@
 A test starts hundreds of commands. Each of these is a process of its own, with the arguments, environment, directory and descriptors
 that it was given, and runs ``main`` from its first line; only what it would import is there already. Its name and environment in the
 process table are this file's. What is about the start itself (imports, signals before it) is tested with ``subprocess``.
+
+So it is with simtargets, but that they have their own command line in the process table.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import gc
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
 from typing import Any
 
 _MESSAGE_BYTES = 1 << 17
+_LONGEST = 1 << 12  # command line of a simtarget
 
 
 class Popen(subprocess.Popen[Any]):
@@ -39,7 +43,7 @@ class Popen(subprocess.Popen[Any]):
         }
         self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            socket.send_fds(_zygote()[0], [json.dumps(order).encode()], [*standard, theirs.fileno()])
+            socket.send_fds(_zygote(order["arguments"][1:2] == ["run"]), [json.dumps(order).encode()], [*standard, theirs.fileno()])
         self.pid = int(self._status.recv(64))
         self._child_created = True
         self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
@@ -73,32 +77,36 @@ def run(args: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(args, process.returncode, out, err)
 
 
+def start_simtargets(commands: list[list[str]], fds: list[int], environ: dict[str, str]) -> None:
+    """Simtargets with the options *commands*, in one session and without a common ancestor; *fds*: stdin and stdout of each."""
+    status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with status, theirs:
+        order = {"simtargets": commands, "env": environ}
+        socket.send_fds(_zygote(None), [json.dumps(order).encode()], [*fds, theirs.fileno()])
+        status.recv(64)
+        assert int(status.recv(64)) == 0
+
+
+_running: list[subprocess.Popen[bytes]] = []
+
+
 @functools.cache
-def _zygote() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Started at the first command, and gone when its socket is: with this process."""
+def _zygote(runs: bool | None) -> socket.socket:
+    """Started at the first command, and gone when its socket is: with this process. One for ``gpuckpt run``, which has much more to fork;
+    None: of simtargets."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        words = [sys.executable, __file__, str(theirs.fileno())]
-        return ours, subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        words = [sys.executable, __file__, str(theirs.fileno()), str(runs), "-" * _LONGEST]
+        _running.append(subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
+        return ours
 
 
 # The other side.
 
 
-def serve(control: socket.socket) -> None:
+def serve(control: socket.socket, kind: str) -> None:
     """Fork for each order, and tell how each child ended, until nobody can order any more."""
-    import importlib
-
-    from gpuckpt.cli import main
-
-    for module, _ in main.COMMANDS.values():
-        importlib.import_module(f"gpuckpt.cli.{module}")
-    import gpuckpt.driver.simulated
-    import gpuckpt.image.preload
-    import gpuckpt.local
-    import gpuckpt.operation
-    import gpuckpt.supervisor.supervise  # noqa: F401
-
+    _import(kind)
     gc.freeze()  # what is there is shared with every child
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
@@ -111,37 +119,52 @@ def serve(control: socket.socket) -> None:
                     with contextlib.suppress(OSError), status:
                         status.send(str(os.waitpid(pid, 0)[1]).encode())
                     continue
-                data, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 4)
+                data, fds, _, _ = socket.recv_fds(control, _MESSAGE_BYTES, 64)
                 if not data:
                     os._exit(0)
-                status = socket.socket(fileno=fds[3])
+                *given, told = fds
+                status, order = socket.socket(fileno=told), json.loads(data)
                 pid = os.fork()
                 if pid == 0:
-                    _become(json.loads(data), fds)
-                for fd in fds[:3]:
+                    (_be_simtargets if "simtargets" in order else _become)(order, given)
+                for fd in given:
                     os.close(fd)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
                 with contextlib.suppress(OSError):
                     status.send(str(pid).encode())
 
 
+def _import(kind: str) -> None:
+    import importlib
+
+    if kind == "None":
+        import gpuckpt.agent.server
+        import gpuckpt.driver.simtarget
+        import gpuckpt.driver.simulated_comms
+
+        return
+    from gpuckpt.cli import main
+
+    for module, _ in main.COMMANDS.values():
+        importlib.import_module(f"gpuckpt.cli.{module}")
+    import gpuckpt.driver.simulated
+    import gpuckpt.image.preload
+    import gpuckpt.local
+    import gpuckpt.operation
+
+    if kind == "True":
+        import gpuckpt.supervisor.supervise  # noqa: F401
+
+
 def _become(order: dict[str, Any], fds: list[int]) -> None:
     """Be the program."""
     code = 1
     try:
-        for fd, standard in zip(fds, (0, 1, 2), strict=False):
-            os.dup2(fd, standard)
-        os.closerange(3, 1 << 12)
+        _take(fds, order["env"])
         if order["session"]:
             os.setsid()
         os.chdir(order["cwd"])
-        os.environ.clear()
-        os.environ.update(order["env"])
         sys.argv = order["arguments"]
-        for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-            stream = open(fd, "r" if fd == 0 else "w", closefd=False, errors="backslashreplace" if fd == 2 else None)  # noqa: SIM115
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
         from gpuckpt.cli.main import main
 
         main()
@@ -159,5 +182,42 @@ def _become(order: dict[str, Any], fds: list[int]) -> None:
         os._exit(code)
 
 
+def _be_simtargets(order: dict[str, Any], fds: list[int]) -> None:
+    """Be a shell that starts them in the background, and ends."""
+    os.setsid()
+    for n, options in enumerate(order["simtargets"]):
+        if os.fork() == 0:
+            from gpuckpt.driver.simtarget import main
+
+            for signum in (signal.SIGINT, signal.SIGQUIT):
+                signal.signal(signum, signal.SIG_IGN)
+            _take(fds[2 * n : 2 * n + 2], order["env"])
+            _say([sys.executable, "-m", "gpuckpt.driver.simtarget", *options])
+            sys.exit(main(options))
+    os._exit(0)
+
+
+def _take(fds: list[int], environ: dict[str, str]) -> None:
+    """Have *fds* for stdin and what follows it, nothing else open, and this environment."""
+    for fd, standard in zip(fds, (0, 1, 2), strict=False):
+        os.dup2(fd, standard)
+    os.closerange(3, 1 << 12)
+    os.environ.clear()
+    os.environ.update(environ)
+    for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        stream = open(fd, "r" if fd == 0 else "w", closefd=False, errors="backslashreplace" if fd == 2 else None)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _say(words: list[str]) -> None:
+    """Have these in the process table, in place of our own, which are longer."""
+    with open("/proc/self/stat", "rb") as file:
+        begin, end = map(int, file.read().rpartition(b")")[2].split()[45:47])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(begin)
+        memory.write(b"\0".join(map(os.fsencode, words)).ljust(end - begin, b"\0"))
+
+
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
