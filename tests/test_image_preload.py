@@ -263,7 +263,7 @@ def test_signals_wait_while_it_is_populated_and_are_as_they_were(start_program: 
 
     program = start_program(("env", "--block-signal=USR1"))
     before = blocked(program.restore_tid)
-    assert before == 1 << signal.SIGUSR1 - 1
+    assert before & 1 << signal.SIGUSR1 - 1
     program.announce()
     assert is_image(program.map())
     assert blocked(program.restore_tid) == before
