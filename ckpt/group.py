@@ -278,6 +278,7 @@ class Group(Walk):
         ), inventory
 
     def _as_seen(self, held: Record, inventory: Inventory, records: Iterable[Record]) -> bool:
+        """Whether *inventory* still tells what another inspection would: of each member the journal or the driver says the same."""
         members, seen = {m.id for m in held.members}, {p.id: p.state for p in inventory.processes}
         known = members & {m.id for r in records for m in r.members}
         rest = {p: state for p, state in seen.items() if p not in known}

@@ -184,7 +184,7 @@ class LocalWorld(Interruptible):
         states = self.states(procs[p].id for p in loaded)
         # After the states: a call that ended while these were asked for has moved memory.
         unclear = [p.pid for p, state in states.items() if state in (State.RUNNING, State.DENIED, State.BLOCKED)]
-        contexts, held = self.devices.contexts(unclear) | headless, self.devices.processes()
+        contexts, held = (self.devices.contexts(unclear) if unclear else set()) | headless, self.devices.processes()
         journalled = {m.id for r in self.journal.records() for m in r.members}
         found = {}
         for id_, state in states.items():
