@@ -20,7 +20,6 @@ GRANULARITY = 256 * KIB
 GARBAGE = 0xDB
 OUT_OF_MEMORY, NOT_PERMITTED, UNKNOWN = 2, 800, 999
 _numbers = itertools.count()
-_folder = tempfile.TemporaryDirectory(prefix="gpuckpt-pool-")
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,15 @@ class Gpu:
 
 
 @functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Until this process ends. One that is given its driver does without: it may end in a way that leaves it there."""
+    return tempfile.TemporaryDirectory(prefix="gpuckpt-pool-")
+
+
+@functools.cache
 def fake() -> Path:
     """The fake driver, compiled."""
-    out = Path(_folder.name) / "libcuda_pool.so"
+    out = Path(_folder().name) / "libcuda_pool.so"
     source = Path(__file__).with_name("pool_libcuda.c")
     subprocess.run(
         ["gcc", "-std=c11", "-O3", "-Wall", "-Wextra", "-Wno-unused-parameter", "-shared", "-fPIC", "-pthread", "-o", out, source],
