@@ -9,6 +9,7 @@ So it is with simtargets, but that they have their own command line in the proce
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -87,9 +88,6 @@ def start_simtargets(commands: list[list[str]], fds: list[int], environ: dict[st
         assert int(status.recv(64)) == 0
 
 
-_running: list[subprocess.Popen[bytes]] = []
-
-
 @functools.cache
 def _zygote(runs: bool | None) -> socket.socket:
     """Started at the first command, and gone when its socket is: with this process. One for ``gpuckpt run``, which has much more to fork;
@@ -97,8 +95,15 @@ def _zygote(runs: bool | None) -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         words = [sys.executable, __file__, str(theirs.fileno()), str(runs), "-" * _LONGEST]
-        _running.append(subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
-        return ours
+        process = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    atexit.register(_end, ours, process)
+    return ours
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    control.close()
+    process.kill()  # a forked test may have the other end of it, too
+    process.wait()
 
 
 # The other side.
