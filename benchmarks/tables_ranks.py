@@ -22,15 +22,16 @@ def tensor_parallel() -> str:
         runs = [c for c in found["cycles"] if c["method"] == method and not c["suspend"] and not c["resume"]]
         times = " | ".join(spread([r[f"{way}_wall_s"] for r in runs]) for way in ("suspend", "resume"))
         rows.append(f"| `gpuckpt suspend PID`, {what}; {len(runs)} cycles | {gib:.1f} GiB | {times} |")
-    pools = {name: d for name in ("vllm_residue_tp2", "vllm_residue_tp2_again") if (d := result(name))}
-    for which, pool in zip(("", ", on another host"), pools.values(), strict=False):
+    on = {"vllm_residue_tp2": "", "vllm_residue_tp2_again": ", on another host"}
+    pools = {name: d for name in on if (d := result(name))}
+    for name, pool in pools.items():
         for method, what in (("auto", "the pool and then the driver"), ("pool", "the pool alone")):
             runs = [c for c in pool["tp_2"]["cycles"] if c["method"] == method and c.get("same")]
             times = " | ".join(spread([r[f"{way}_wall_s"] for r in runs], digits=2) for way in ("suspend", "resume"))
             left = max(max(r["left_mib"]) for r in runs)
             gib = sum(runs[0]["running_mib"]) / 1024
             rows.append(
-                f"| with `GPUCKPT_POOL=1`, {what}{which}: {left:,} MiB left on each GPU; {len(runs)} cycles | {gib:.1f} GiB | {times} |"
+                f"| with `GPUCKPT_POOL=1`, {what}{on[name]}: {left:,} MiB left on each GPU; {len(runs)} cycles | {gib:.1f} GiB | {times} |"
             )
     seconds = " | ".join(f"{s:.1f} s" for s in PROBE_S)
     rows.append(

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -44,7 +45,11 @@ class Popen(subprocess.Popen[Any]):
         }
         self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            socket.send_fds(_zygote(order["arguments"][1:2] == ["run"]), [json.dumps(order).encode()], [*standard, theirs.fileno()])
+            socket.send_fds(
+                _zygote("run" if order["arguments"][1:2] == ["run"] else "commands"),
+                [json.dumps(order).encode()],
+                [*standard, theirs.fileno()],
+            )
         self.pid = int(self._status.recv(64))
         self._child_created = True
         self._close_pipe_fds(*pipes[:6])  # type: ignore[attr-defined]
@@ -83,18 +88,18 @@ def start_simtargets(commands: list[list[str]], fds: list[int], environ: dict[st
     status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with status, theirs:
         order = {"simtargets": commands, "env": environ}
-        socket.send_fds(_zygote(None), [json.dumps(order).encode()], [*fds, theirs.fileno()])
+        socket.send_fds(_zygote("simtargets"), [json.dumps(order).encode()], [*fds, theirs.fileno()])
         status.recv(64)
         assert int(status.recv(64)) == 0
 
 
 @functools.cache
-def _zygote(runs: bool | None) -> socket.socket:
-    """Started at the first command, and gone when its socket is: with this process. One for ``gpuckpt run``, which has much more to fork;
-    None: of simtargets."""
+def _zygote(kind: str) -> socket.socket:
+    """Started at the first order of its *kind*, and gone when its socket is: with this process. ``gpuckpt run`` has its own, since it has
+    much more to fork."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        words = [sys.executable, __file__, str(theirs.fileno()), str(runs), "-" * _LONGEST]
+        words = [sys.executable, __file__, str(theirs.fileno()), kind, "-" * _LONGEST]
         process = subprocess.Popen(words, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     atexit.register(_end, ours, process)
     return ours
@@ -140,25 +145,15 @@ def serve(control: socket.socket, kind: str) -> None:
 
 
 def _import(kind: str) -> None:
-    import importlib
+    if kind == "simtargets":
+        modules = ["agent.server", "driver.simtarget", "driver.simulated_comms"]
+    else:
+        from gpuckpt.cli import main
 
-    if kind == "None":
-        import gpuckpt.agent.server
-        import gpuckpt.driver.simtarget
-        import gpuckpt.driver.simulated_comms
-
-        return
-    from gpuckpt.cli import main
-
-    for module, _ in main.COMMANDS.values():
-        importlib.import_module(f"gpuckpt.cli.{module}")
-    import gpuckpt.driver.simulated
-    import gpuckpt.image.preload
-    import gpuckpt.local
-    import gpuckpt.operation
-
-    if kind == "True":
-        import gpuckpt.supervisor.supervise  # noqa: F401
+        modules = [f"cli.{module}" for module, _ in main.COMMANDS.values()]
+        modules += ["driver.simulated", "image.preload", "local", "operation", *(["supervisor.supervise"] if kind == "run" else [])]
+    for module in modules:
+        importlib.import_module(f"gpuckpt.{module}")
 
 
 def _become(order: dict[str, Any], fds: list[int]) -> None:

@@ -141,8 +141,9 @@ def _where(memory: int, process: ProcessId, any_version: bool) -> int:
     if at is None or not _is_there(memory, at):
         _known.pop(process, None)
         at = _find(memory, process.pid, any_version)
-        if len(_known) < _MOST_KNOWN:
-            _known[process] = at
+        if len(_known) >= _MOST_KNOWN:  # most of them have ended
+            _known.clear()
+        _known[process] = at
     return at
 
 

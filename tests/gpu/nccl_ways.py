@@ -88,10 +88,10 @@ def main() -> None:
     budget = Budget(r, float(os.environ.get("LIMIT_S", "150")))
     for way in WAYS:
         budget.step(way)
-        log = (OUT / f"nccl_ways.{WAYS.index(way)}.log").open("wb")
         environ = {**os.environ, **environment(), "WORLD_SIZE": str(n)}
         words = [sys.executable, __file__, "--rank", way, str(rounds), str(groups)]
-        ranks = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env={**environ, "RANK": str(i)}) for i in range(n)]
+        with (OUT / f"nccl_ways.{WAYS.index(way)}.log").open("wb") as log:
+            ranks = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True, env={**environ, "RANK": str(i)}) for i in range(n)]
         budget.started += ranks
         said, hung = [], False
         for p in ranks:

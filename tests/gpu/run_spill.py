@@ -1,6 +1,6 @@
 """Two runs whose images do not fit into the host memory that they share: `gpuckpt run --keep-in ram,DIR --host-budget B`. usage: run_spill.py [GIB] [ROUNDS] [DIR]
 
-Two torch processes of GIB (24) on one GPU. Each suspend of one finds the other's image in its way, which moves to DIR (a new directory beside the result files) before it: where each image lies,
+Two torch processes of GIB (24) on one GPU. Each suspend of one finds the other's image in its way, which moves to a new directory in DIR (that of the result files) before it: where each image lies,
 host memory given back, same answers after it came back from there. Writes as it goes; ends at the first failure, and after LIMIT_S in any case.
 """
 
@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from job import steps
 from lab import HERE, OUT, SIMULATED, Results, Rounds, Target, gpuckpt, limit, used_mib, wait_for
 
 from gpuckpt.image import preload
@@ -25,7 +26,7 @@ LIMIT_S = 300.0
 MORE_GIB = 9
 gib, most = float(sys.argv[1]) if len(sys.argv) > 1 else 24, int(sys.argv[2]) if len(sys.argv) > 2 else 3
 BUDGET_GIB = round(1.5 * gib + MORE_GIB / 2)  # more than one image, less than two
-place = Path(sys.argv[3]) if len(sys.argv) > 3 else Path(tempfile.mkdtemp(dir=OUT))
+place = Path(tempfile.mkdtemp(dir=sys.argv[3] if len(sys.argv) > 3 else OUT))
 r = Results("run_spill")
 
 
@@ -49,8 +50,7 @@ class Run:
     def act(self, command: str) -> dict[str, Any]:
         code, document, wall = gpuckpt(command, self.name)
         must(f"{command} of {self.name[:7]}", code == 0, document.get("error"))
-        steps = {s["name"]: s["seconds"] for s in document.get("steps", [])}
-        return {"run": self.name[:7], "command": command, "wall_s": wall, "seconds": document["seconds"], "steps": steps}
+        return {"run": self.name[:7], "command": command, "wall_s": wall, "seconds": document["seconds"], "steps": steps(document)}
 
 
 def cycle(one: Run, other: Run) -> None:
